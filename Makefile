@@ -5,10 +5,10 @@ BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
 DEMO    := $(VENV)/.ready-demo
 WORKERS ?= 2
-EXACT   := src/steelyard/penalties/*,src/steelyard/spec/*,src/steelyard/output/*,src/steelyard/gradients/*,src/steelyard/composition/*
+EXACT   := src/steelyard/penalties/*,src/steelyard/spec/*,src/steelyard/doctor/*,src/steelyard/output/*,src/steelyard/gradients/*,src/steelyard/composition/*
 
 .DEFAULT_GOAL := help
-.PHONY: help test browser test-gpu lint format demo bench stress docs dist check-constraints hashes clean
+.PHONY: help test browser test-gpu lint format demo pictures bench stress docs dist check-constraints hashes clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,7 +16,8 @@ help: ## show this list
 # pip checks the hash of every package but torch, which may be a local build for the CPU, and what
 # torch alone requires. Nothing is built from packages fetched without a hash: hatchling is among them.
 # tinker-cookbook, for the server's tests, asks for an older transformers than ours, and works with
-# ours: it comes without its dependencies, and the extra `dev` has those that the tests need.
+# ours: it comes without its dependencies, and the extra `dev` has those that the tests need. So does
+# reasoning-gym, since some of its dependencies have no wheels.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Steelyard needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -39,7 +40,7 @@ test: lint browser ## ruff, mypy, every test, doctest and README block, coverage
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --max-worker-restart=2 --cov --cov-report=
 	$(BIN)/python -m coverage report
 	@$(BIN)/python -m coverage report --include='$(EXACT)' --fail-under=100 >/dev/null || { \
-	  echo 'Coverage of penalties, spec, output, gradients and composition must be 100 %:'; \
+	  echo 'Coverage of penalties, spec, doctor, output, gradients and composition must be 100 %:'; \
 	  $(BIN)/python -m coverage report --include='$(EXACT)'; exit 1; }
 
 browser: ## install the browser of the tests, as root on Debian
@@ -50,8 +51,9 @@ ON_GPU := tests/composition/test_traced.py tests/composition/test_composite_fusi
   tests/execution/test_threads.py \
   tests/composition/test_distributed_inputs.py::test_a_group_of_one_on_any_device \
   tests/engine/test_projection.py::test_a_projection_on_any_device \
+  tests/engine/test_on_gpu.py tests/engine/test_fused_layers.py tests/engine/test_token_logprobs.py \
   tests/integrations/huggingface/test_logit_free_loss.py::test_the_same_training_without_logits
-test-gpu: ## kernels, penalties, composites and projections on CUDA; PYTHON= a python with CUDA
+test-gpu: ## kernels, penalties, composites, projections and the engine on CUDA; PYTHON= a python with CUDA
 	$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "test-gpu needs a GPU and a torch with CUDA: make test-gpu PYTHON=...")'
 	PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) JAX_PLATFORMS=cpu $(PYTHON) -m pytest tests/penalties $(ON_GPU)
 
@@ -66,6 +68,9 @@ format: $(READY) ## apply ruff's fixes and formatting
 
 demo: $(DEMO) ## fine-tune a small model with five terms, and write a report
 	@$(BIN)/steelyard demo
+
+pictures: $(READY) ## train the demo, and take the pictures of README and docs in a browser
+	@$(BIN)/python tools/pictures.py
 
 bench: $(READY) ## measure the speed, as ratios within one run
 	@$(BIN)/python -m benchmarks

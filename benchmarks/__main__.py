@@ -42,7 +42,7 @@ NAMES = (
 
 
 def main() -> None:
-    every = (*NAMES, "gpu") if torch.cuda.is_available() else NAMES
+    every = (*NAMES, "gpu", "engine_gpu") if torch.cuda.is_available() else NAMES
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(every))
     parser.add_argument("--tables", type=Path, help="run one benchmark here; save its tables")

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from benchmarks.measure import Timing, each, faster, in_turn, show, takes
 from steelyard import Pipeline, RegularizerSpec
-from steelyard.execution import Batch, Ticket, Workers
+from steelyard.execution.executor import Batch, Ticket
+from steelyard.execution.workers import Workers
 
 TRIPS, ROUNDS = 500, 5
 

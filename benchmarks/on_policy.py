@@ -6,12 +6,13 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Timing, against, show
+from steelyard.doctor import Finding
 from steelyard.engine.worker_thread import WorkerThread
 from steelyard.experiment import RunFolder, read_config, train
 
@@ -62,6 +63,9 @@ class StepTimes:
 
     def say(self, text: str) -> None:
         """Ignore a message."""
+
+    def findings(self, changed: Sequence[Finding], lasting: Sequence[Finding]) -> None:
+        """Ignore findings."""
 
     def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:  # noqa: ARG002
         """Note the time of the passes of this step."""

@@ -50,7 +50,7 @@ def machine() -> str:
     """Description of the machine and the versions, in one line."""
     memory = psutil.virtual_memory().total / 2**30
     return (
-        f"{os.cpu_count()} cores ({_processor()}), {memory:.0f} GiB, {platform.system()}, "
+        f"{os.cpu_count()} cores ({processor()}), {memory:.0f} GiB, {platform.system()}, "
         f"Python {platform.python_version()}, {', '.join(_versions())}"
     )
 
@@ -104,7 +104,8 @@ def _lines(table: Shown) -> list[str]:
 def update_readme(tables: Sequence[Shown]) -> None:
     """Put the rows listed in `FIRST` into the README, each with the command that measures it."""
     lines = ["| benchmark | measured | target | command |", "|---|---|---|---|"]
-    elsewhere = {note for table in tables for note in table.notes if note.startswith(MEASURED)}
+    shown = [table for table in tables if table.title in {title for title, _, _ in FIRST}]
+    elsewhere = {note for table in shown for note in table.notes if note.startswith(MEASURED)}
     for title, begins, command in FIRST:
         rows = next(table.rows for table in tables if table.title == title)
         what, measured, target, met = next(row for row in rows if row[0].startswith(begins))
@@ -126,7 +127,8 @@ def _versions() -> list[str]:
     return found
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name of this machine's processor."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

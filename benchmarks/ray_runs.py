@@ -16,9 +16,10 @@ from ray.cluster_utils import Cluster
 
 from benchmarks.measure import Row, Timing, against, show, takes
 from steelyard.experiment import Config, RayCluster, RunFolder, read_config, train
-from steelyard.experiment.on_ray import RayRuns, open_runs, run_together
-from steelyard.experiment.reference_logprobs import share_reference_logprobs
-from steelyard.experiment.watcher import SilentWatcher
+from steelyard.experiment.compare.ray_runs import RayRuns, open_runs
+from steelyard.experiment.compare.runs import run_together
+from steelyard.experiment.data.base_model_outputs import share_reference_logprobs
+from steelyard.experiment.run.log import SilentWatcher
 
 STEPS, REPEATS, RUNS = 100, 3, 4
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 200 * 2**20}
@@ -55,7 +56,7 @@ def config(folder: Path) -> Config:
 
 
 def step_seconds(run: Path) -> float:
-    """Seconds of a step, with what is written and sent between steps."""
+    """Seconds of a step, with what is written between steps."""
     lines = RunFolder(run).metrics()
     passed: float = lines[-1]["time"] - lines[0]["time"]
     return passed / (len(lines) - 1)
@@ -102,7 +103,7 @@ def main() -> None:
     expected = predicted(RUNS, 2, start=0.0, seconds=whole)
     ratio = Timing([measured] * 2, [measured / expected] * 2)
     rows: list[Row] = [
-        against("a step, sent with its checkpoints, against one here", steps, 1.3),
+        against("a step, against one here", steps, 1.3),
         takes("from submitting a run to its first step", starts, 10.0),
         against(f"{RUNS} runs on 2 places, against 2 rounds of one run", ratio, 1.5),
     ]

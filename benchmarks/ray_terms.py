@@ -19,12 +19,15 @@ from torch import Tensor
 
 from benchmarks.measure import Row, Timing, against, each, in_turn, show, takes
 from steelyard import Pipeline, RegularizerSpec, telemetry
-from steelyard.execution import Batch, Ticket, default_workers
-from steelyard.experiment.rewards import Answer, Reward, score
+from steelyard.execution.executor import Batch, Ticket
+from steelyard.execution.ray_tasks import task_options
+from steelyard.execution.workers import default_workers
+from steelyard.experiment.rewards.reward import Reward
+from steelyard.experiment.rewards.scoring import AnsweredRecord, score
 
 TRIPS, ROUNDS = 60, 5
 NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 200 * 2**20}
-HERE, OTHER = {"resources": {"here": 0.01}}, {"resources": {"other": 0.01}}
+HERE, OTHER = {"here": 0.01}, {"other": 0.01}
 
 
 def base(_: Any, logprobs: list[Tensor]) -> Tensor:
@@ -80,10 +83,10 @@ def pipeline(fn: Any, terms: int = 1, **settings: Any) -> Pipeline:
     return Pipeline(base, specs)
 
 
-def round_trip(size: int, options: Any, terms: int = 1) -> Timing:
+def round_trip(size: int, resources: Any, terms: int = 1) -> Timing:
     """Time of `bare_squares` as tickets, against as many bare tasks over one stored array."""
     array = np.ones(size, np.float32)
-    task = ray.remote(max_retries=0, **options)(bare_squares)
+    task = ray.remote(max_retries=0, **task_options(resources))(bare_squares)
     executors = default_workers().executors
 
     def bare() -> Any:
@@ -92,7 +95,7 @@ def round_trip(size: int, options: Any, terms: int = 1) -> Timing:
 
     def ours() -> list[Any]:
         tickets = [
-            Ticket(f"t{i}", "ray", bare_squares, (array,), shared=(array,), placement=options)
+            Ticket(f"t{i}", "ray", bare_squares, (array,), shared=(array,), resources=resources)
             for i in range(terms)
         ]
         with Batch(tickets, executors, 1) as batch:
@@ -101,11 +104,11 @@ def round_trip(size: int, options: Any, terms: int = 1) -> Timing:
     return in_turn({"bare": bare, "ours": ours}, repeats=TRIPS, warmup=10)["ours"]
 
 
-def whole_call(size: int, options: Any, terms: int = 1) -> Timing:
+def whole_call(size: int, resources: Any, terms: int = 1) -> Timing:
     """Time of a call of a pipeline, against its base loss and as many bare tasks."""
     logprobs = [torch.ones(size)]
-    ours, only_base = pipeline(squares, terms, options=options), Pipeline(base, [])
-    task = ray.remote(max_retries=0, **options)(bare_squares)
+    ours, only_base = pipeline(squares, terms, resources=resources), Pipeline(base, [])
+    task = ray.remote(max_retries=0, **task_options(resources))(bare_squares)
 
     def bare() -> None:
         sent = ray.put(logprobs[0].numpy())
@@ -143,8 +146,8 @@ def judges() -> list[Row]:
     """Rate of calls that take no time, and longer ones against bare tasks and the prediction."""
     reward = Reward("judge", judge, run_in="ray", on_error="raise")
     task = ray.remote(max_retries=0)(judge)
-    quick: list[Answer] = [({}, "0.0")] * 200
-    slow: list[Answer] = [({}, "0.2")] * 80
+    quick: list[AnsweredRecord] = [({}, "0.0")] * 200
+    slow: list[AnsweredRecord] = [({}, "0.2")] * 80
     rate = each(lambda: score([reward], quick, timeout=60.0), repeats=ROUNDS, warmup=1)
     ways = {
         "bare": lambda: ray.get([task.remote(*answer) for answer in slow]),
@@ -194,7 +197,7 @@ def node_dies(started: Cluster) -> Timing:
     seconds = []
     for _ in range(ROUNDS):
         node = started.add_node(num_cpus=1, resources={"doomed": 1})
-        on_it = pipeline(sleep, options={"resources": {"doomed": 1}}, on_error="skip")
+        on_it = pipeline(sleep, resources={"doomed": 1}, on_error="skip")
         running = threading.Event()
         times: list[float] = []
 

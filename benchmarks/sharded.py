@@ -21,8 +21,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 from benchmarks.measure import CONSOLE, in_turn
-from steelyard.integrations import CompositeLoss
-from steelyard.integrations.torch import term
+from steelyard import CompositeLoss, term
 
 RANKS, REPEATS = 2, 9
 TERMS = (1, 4, 8)

@@ -57,7 +57,7 @@ def trained(folder: Path, term: str, batch: int, seed: int) -> dict[str, Any]:
         {
             "model": {"base_model": "tiny-random", "rank": 8, "device": "cpu"},
             "data": {"path": "train.jsonl", "held_out": "held_out.jsonl", "max_length": 48},
-            "loss": {"use": "cross_entropy", "options": {"reduction": "mean"}},
+            "loss": {"use": "cross_entropy"},
             "train": {
                 "steps": STEPS,
                 "batch_size": batch,

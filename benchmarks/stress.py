@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.measure import CONSOLE
 from steelyard import Pipeline, RegularizerSpec
 from steelyard.errors import TermError
-from steelyard.execution import default_workers
+from steelyard.execution.workers import default_workers
 
 FAULTS = 1000
 KILLS = 40

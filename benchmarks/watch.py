@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 
 from benchmarks.measure import Timing, each, show, takes
-from steelyard.experiment.watch import serve_page
+from steelyard.experiment.page.server import serve_page
 
 RUNS, STEPS = 10, 10_000
 TERMS = ("kl", "entropy", "l2", "drift", "judge", "parity", "topology")

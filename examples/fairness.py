@@ -11,7 +11,7 @@ from torch import Tensor
 from steelyard import Pipeline, RegularizerSpec
 from steelyard.regularizers import DemographicParity
 
-GROUPS = [0, 0, 0, 1, 1, 1]
+GROUPS = 8 * [0] + 8 * [1]
 
 
 def favours(data: Any, logprobs: list[Tensor]) -> Tensor:
@@ -30,7 +30,7 @@ def trained(weight: float) -> tuple[float, float]:
         for step in range(60):
             gradients = pipeline.compute(data, rows, step).gradients
             rows = [
-                (row - 2.0 * gradient).clamp(max=0.0)
+                (row - len(data) / 3 * gradient).clamp(max=0.0)
                 for row, gradient in zip(rows, gradients, strict=True)
             ]
     means = [

@@ -10,19 +10,26 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from steelyard.doctor import Finding
 from steelyard.experiment import RunFolder, read_config, train
 
 MODEL = os.environ.get("STEELYARD_EXAMPLE_MODEL", "smollm2-135m")
 
 
 class Printer:
-    """Prints the rewards of each step."""
+    """Prints the rewards of each step, and what the doctor warns of."""
 
     def say(self, text: str) -> None:
         pass
+
+    def findings(self, changed: Sequence[Finding], lasting: Sequence[Finding]) -> None:  # noqa: ARG002
+        for finding in changed:
+            if finding.severity != "information":
+                print(finding.text)
 
     def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
         mean, spread = metrics["rewards/short/mean"], metrics["rewards/short/std"]

@@ -34,7 +34,7 @@ def main() -> None:
     terms = [
         RegularizerSpec(spikes, 0.1, "spikes", run_in="ray"),
         RegularizerSpec(
-            judge, 0.5, "judge", run_in="ray", gradient="score", options={"num_cpus": 0.5}
+            judge, 0.5, "judge", run_in="ray", gradient="score", resources={"num_cpus": 0.5}
         ),
         RegularizerSpec(stuck, 0.1, "stuck", run_in="ray", timeout=1.0, on_error="skip"),
     ]

@@ -25,7 +25,7 @@ def make_a_run(folder: Path) -> Path:
             "evaluate_every": 10,
             "grad_space": "parameters",  # the entropy of fixed data is not one of their log-probs
         },
-        "loss": {"use": "cross_entropy", "options": {"reduction": "mean"}},
+        "loss": {"use": "cross_entropy"},
         "regularizers": [
             {"use": "kl_to_reference", "name": "kl", "weight": {"warmup": [0.2, 10]}},
             {"use": "entropy", "weight": 0.01, "options": {"mode": "bonus"}},
@@ -45,9 +45,9 @@ def main() -> None:
     print(table.iloc[::4].round(3).to_string())
     held_out = steps["held_out/loss"].dropna()
     print(f"\nheld-out loss: {held_out.iloc[0]:.2f} before, {held_out.iloc[-1]:.2f} after")
-    fights = steps.filter(regex="^cosines/base/").lt(-0.3).mean()
-    print("share of steps in which a term fights the base loss:")
-    print(fights.rename(lambda name: name.rsplit("/", 1)[1]).round(2).to_string())
+    opposes = steps.filter(regex="^cosines/base/").lt(-0.3).mean()
+    print("share of steps in which a term opposes the base loss:")
+    print(opposes.rename(lambda name: name.rsplit("/", 1)[1]).round(2).to_string())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.gradients import Joint
+from steelyard.composition.terms import Joint
 from steelyard.regularizers import WholeVocabulary
 
 

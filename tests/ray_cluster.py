@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import socket
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,19 @@ class RayCluster:
         """Kill a node and all of its processes."""
         with _without_warnings():
             self._cluster.remove_node(node, allow_graceful=False)
+
+    def kill_raylet(self, node: Any) -> None:
+        """Kill the raylet of a node, and wait until the cluster has noticed; its tasks go on."""
+        (raylet,) = node.all_processes["raylet"]
+        raylet.process.kill()
+        raylet.process.wait()
+        deadline = time.monotonic() + 600
+        is_alive = True
+        while is_alive:
+            nodes = ray.nodes()  # type: ignore[no-untyped-call]  # untyped in Ray
+            is_alive = any(found["Alive"] for found in nodes if found["NodeID"] == node.node_id)
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
     @contextmanager
     def connected(self) -> Iterator[None]:

@@ -17,15 +17,17 @@ import typer
 
 from steelyard import schedules
 from steelyard.cli.app import app
-from steelyard.experiment.config_weights import SCHEDULES
+from steelyard.experiment.config.weights import SCHEDULES
+from steelyard.experiment.run.health import examine
 
 from .cli.command import CommandRunner
+from .lasting_findings import above_information
 from .test_layers import FILES, LAYERS, source_of, used
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # `make bench` writes it.
-WITHOUT_EXAMPLE = {"benchmarks"}
+WITHOUT_EXAMPLE = {"benchmarks", "multi_turn"}
 
 
 def blocks(path: Path, language: str) -> list[str]:
@@ -159,7 +161,7 @@ def test_a_page_has_an_example_that_the_tests_run(page: Path) -> None:
 def test_every_recipe_has_an_answer_that_the_tests_run() -> None:
     text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     _, *recipes = re.split(r"^## ", text, flags=re.MULTILINE)
-    assert len(recipes) == 10
+    assert len(recipes) == 12
     assert [recipe.splitlines()[0] for recipe in recipes if "```python" not in recipe] == []
 
 
@@ -221,5 +223,8 @@ def test_the_commands_of_the_tutorial_work_after_its_blocks(
             typed = [word for word in arguments if word != "--watch"]
             done = command.run(*typed, cwd=tmp_path, stdin=question)
             assert done.code == 0, (typed, done.err)
+    runs = {file.parent for file in tmp_path.rglob("metrics.jsonl")}
+    findings = [finding for run in runs for finding in examine(run)[0].findings]
+    assert (len(runs) > 1, above_information(findings)) == (True, [])
     assert (tmp_path / "compared.html").exists()
     assert (tmp_path / "model" / "model.safetensors").exists()

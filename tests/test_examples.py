@@ -11,9 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.lasting_findings import above_information, doctors
+
 FOLDER = Path(__file__).parents[1] / "examples"
 # The one on Ray is run where the tests' cluster is: tests/execution/test_ray_connection.py
 EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "ray_terms.py"})
+
+# Findings that an example shows.
+SHOWN = {"demo": "skipped often"}
 
 
 def words(printed: str) -> str:
@@ -42,7 +47,10 @@ def test_an_example_prints_what_the_documentation_shows(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STEELYARD_EXAMPLE_MODEL", "tiny-random")  # the real one takes minutes
-    runpy.run_path(str(example), run_name="__main__")
+    with doctors() as made:
+        runpy.run_path(str(example), run_name="__main__")
+    lasting = [f for doctor in made for f in doctor.findings if f.rule != SHOWN.get(example.stem)]
+    assert above_information(lasting) == []
     kept = example.parent / "outputs" / f"{example.stem}.txt"
     shown = kept.read_text(encoding="utf-8")
     printed = capsys.readouterr().out

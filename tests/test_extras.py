@@ -18,11 +18,10 @@ def test_every_cure_names_an_extra_that_exists() -> None:
 
 
 def test_the_error_has_the_pip_command_of_the_modules_extra() -> None:
-    error = cure("steelyard.experiment.report", ModuleNotFoundError(name="plotly"))
+    error = cure("a search", ModuleNotFoundError(name="optuna"))
     assert isinstance(error, MissingExtraError)
     assert str(error) == (
-        "steelyard.experiment.report needs plotly, which is not installed: "
-        'pip install "steelyard[report]".'
+        'a search needs optuna, which is not installed: pip install "steelyard[tune]".'
     )
 
 

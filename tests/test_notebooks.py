@@ -17,6 +17,18 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 # Delete the names of the notebook before. `%reset` would delete __spec__ too, which processes need.
 FORGET = "_names = %who_ls\nfor _name in _names:\n    del globals()[_name]"
 
+# What the doctor says at the end; the warnings of a kernel are its stderr, which nobody compares.
+RECORD = f"""import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from tests.lasting_findings import doctors as _doctors
+_recording = _doctors()
+_made = _recording.__enter__()
+del sys"""
+FINDINGS = """from tests.lasting_findings import above_information as _above_information
+for _doctor in _made:
+    print(*_above_information(_doctor.findings), sep="\\n", end="")
+_ended = _recording.__exit__(None, None, None)"""
+
 
 def shown(cell: Any) -> str:
     """Output of a cell, with # for numbers, which differ between machines."""
@@ -47,9 +59,12 @@ def test_a_notebook_has_its_saved_output(
 ) -> None:
     saved, fresh = read(path), read(path)
     forget = v4.new_code_cell(f"{FORGET}\n%cd -q {tmp_path}")
-    for notebook in (v4.new_notebook(cells=[forget]), fresh):
+    before = v4.new_notebook(cells=[forget, v4.new_code_cell(RECORD)])
+    after = v4.new_notebook(cells=[v4.new_code_cell(FINDINGS)])
+    for notebook in (before, fresh, after):
         client.nb = notebook
         for index, cell in enumerate(notebook.cells):
             client.execute_cell(cell, index)
+    assert shown(after.cells[0]) == ""
     codes = [c for c in saved.cells if c.cell_type == "code"]
     assert [shown(c) for c in fresh.cells if c.cell_type == "code"] == [shown(c) for c in codes]

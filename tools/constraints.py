@@ -31,8 +31,8 @@ EXTRAS = {HASHES: [f"{ROOT}[dev]"], DEMO_HASHES: [f"{ROOT}[demo]", "hatchling", 
 
 # Settings of pip that say how the index is reached. All others could bring packages from elsewhere.
 REACHING = ("cert", "client-cert", "default-timeout", "index-url", "proxy", "trusted-host")
-# The Makefile installs it without its requirements, so that the resolution does not contain it.
-WITHOUT_REQUIREMENTS = {"tinker-cookbook"}
+# The Makefile installs them without their requirements: the resolution does not contain them.
+WITHOUT_REQUIREMENTS = {"reasoning-gym", "tinker-cookbook"}
 # A build of torch for the CPU from a local folder is allowed: its hash is not the index's.
 WITHOUT_HASHES = {"torch"}
 # torch requires them in its own versions, unless it is built for the CPU.

@@ -34,6 +34,7 @@ STAGES = (
     "telemetry",
     "output",
     "spec",
+    "doctor",
     "penalties",
     "execution",
     "gradients",
@@ -51,10 +52,9 @@ API = (
     "steelyard.schedules",
     "steelyard.penalties",
     "steelyard.penalties.from_logits",
-    "steelyard.output",
     "steelyard.telemetry",
+    "steelyard.doctor",
     "steelyard.regularizers",
-    "steelyard.composition",
     "steelyard.clients",
     "steelyard.engine",
     "steelyard.integrations",
@@ -63,11 +63,15 @@ API = (
     "steelyard.integrations.optim",
     "steelyard.integrations.jax",
     "steelyard.experiment",
-    "steelyard.experiment.report",
+    "steelyard.experiment.page",
     "steelyard.experiment.rewards",
-    "steelyard.experiment.rewards.text_form",
-    "steelyard.experiment.rewards.text_match",
-    "steelyard.experiment.watch",
+    "steelyard.experiment.rewards.reward",
+    "steelyard.experiment.rewards.scoring",
+    "steelyard.experiment.rewards.text",
+    "steelyard.composition.advantages",
+    "steelyard.composition.per_datum",
+    "steelyard.output.accumulated",
+    "steelyard.experiment.page",
 )
 
 
@@ -150,7 +154,7 @@ def _commands(path: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 def config_reference() -> str:
     """Page with every key of a config file: its type, default and meaning."""
-    from steelyard.experiment.config import Config  # noqa: PLC0415 - loads pydantic
+    from steelyard.experiment.config.schema import Config  # noqa: PLC0415 - loads pydantic
 
     lines = [
         "# Config reference",

@@ -15,17 +15,23 @@ from steelyard import errors, schedules, telemetry
 from steelyard._extras import cure as _cure
 from steelyard._version import __version__
 from steelyard.errors import SteelyardError
-from steelyard.output import BaseLossOutput, CustomLossOutput, RegularizerOutput
-from steelyard.spec import Regularizer, RegularizerSpec, register
+from steelyard.output.custom_loss import BaseLossOutput, CustomLossOutput, RegularizerOutput
+from steelyard.spec.protocol import Regularizer
+from steelyard.spec.registry import register
+from steelyard.spec.regularizer import RegularizerSpec
 
 if TYPE_CHECKING:
     from steelyard import engine, penalties, regularizers
-    from steelyard.clients import regularize
-    from steelyard.composition import DetachedTermWarning, Pipeline, acompute, compute
-    from steelyard.execution import Workers
+    from steelyard.clients.wrapping import regularize
+    from steelyard.composition.composite import CompositeLoss
+    from steelyard.composition.input_names import term
+    from steelyard.composition.pipeline import Pipeline, acompute, compute
+    from steelyard.composition.terms import DetachedTermWarning
+    from steelyard.execution.workers import Workers
 
 __all__ = [
     "BaseLossOutput",
+    "CompositeLoss",
     "CustomLossOutput",
     "DetachedTermWarning",
     "Pipeline",
@@ -45,18 +51,21 @@ __all__ = [
     "regularizers",
     "schedules",
     "telemetry",
+    "term",
 ]
 
 _LAZY = {
-    "DetachedTermWarning": "steelyard.composition",
-    "Pipeline": "steelyard.composition",
-    "Workers": "steelyard.execution",
-    "acompute": "steelyard.composition",
-    "compute": "steelyard.composition",
+    "CompositeLoss": "steelyard.composition.composite",
+    "DetachedTermWarning": "steelyard.composition.terms",
+    "Pipeline": "steelyard.composition.pipeline",
+    "Workers": "steelyard.execution.workers",
+    "acompute": "steelyard.composition.pipeline",
+    "compute": "steelyard.composition.pipeline",
     "engine": "steelyard.engine",
     "penalties": "steelyard.penalties",
     "regularize": "steelyard.clients",
     "regularizers": "steelyard.regularizers",
+    "term": "steelyard.composition.input_names",
 }
 
 

@@ -10,7 +10,7 @@ from steelyard.errors import MissingExtraError
 def main() -> None:
     """Run the command line; exit with the pip command if the extra `cli` is not installed."""
     try:
-        from steelyard.cli import main as run  # noqa: PLC0415 - an extra
+        from steelyard.cli.app import main as run  # noqa: PLC0415 - an extra
     except MissingExtraError as error:
         sys.exit(str(error))
     run()

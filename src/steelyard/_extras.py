@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from types import ModuleType
 
 from steelyard.errors import MissingExtraError
 
@@ -39,8 +41,9 @@ EXTRAS = {
     "tensorboardX": "tensorboard",
     "trackio": "trackio",
     "wandb": "wandb",
-    "jinja2": "report",
-    "plotly": "report",
+    "datasets": "tasks",
+    "pyfiglet": "tasks",
+    "reasoning_gym": "tasks",
 }
 
 
@@ -66,15 +69,32 @@ def cure(
     )
 
 
-def require(module: str, what: str) -> None:
-    """Check that `module`, which `what` needs, is installed, without importing it.
+def load(module: str, what: str) -> ModuleType:
+    """Import `module`, which `what` needs, and return it.
 
     Raises:
         MissingExtraError: it is not installed.
     """
     try:
-        found = importlib.util.find_spec(module) is not None
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise cure(what, error) from error
+
+
+def require(module: str, what: str, *, extra: str | None = None) -> None:
+    """Check that `module`, which `what` needs, is installed, without importing it.
+
+    Args:
+        module: its name.
+        what: the name that the user asked for.
+        extra: as for `cure`.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        installed = importlib.util.find_spec(module) is not None
     except ValueError:  # a module in sys.modules without a spec
-        found = False
-    if not found:
-        raise cure(what, ModuleNotFoundError(name=module))
+        installed = False
+    if not installed:
+        raise cure(what, ModuleNotFoundError(name=module), extra=extra)

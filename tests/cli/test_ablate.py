@@ -88,10 +88,10 @@ def test_parallel_runs_give_the_same_results(command: CommandRunner, ablated: Pa
     assert_same(folder / "none", ablated / "whole" / "none")
 
 
-def test_one_run_of_several_that_is_killed_is_named_and_goes_on(
+def test_one_run_of_several_that_is_killed_is_named_and_the_others_end(
     command: CommandRunner, ablated: Path
 ) -> None:
-    """As the kernel does when the memory is full; the run beside it saves a checkpoint."""
+    """As the kernel does when the memory is full."""
     folder = shutil.copytree(ablated / "whole", ablated / "killed")
     for slug in ("without-steady", "none"):
         shutil.rmtree(folder / slug)
@@ -107,7 +107,9 @@ def test_one_run_of_several_that_is_killed_is_named_and_goes_on(
     child.kill()
     stopped = started.wait()
     assert stopped.code == 1
-    assert "without-steady did not: signal 9 ended it." in stopped.err
+    assert "without-steady did not: signal 9 ended it. The others went on." in stopped.err
+    assert "Start it again to continue" in stopped.err
+    assert_same(folder / "none", ablated / "whole" / "none")
     again = command.run(*slow, cwd=ablated)
     assert again.code == 0, again.err
     for slug in RUNS.values():

@@ -29,8 +29,8 @@ def test_help_lists_every_command(command: CommandRunner, tmp_path: Path) -> Non
     listed = done.out.partition("Commands:\n")[2].splitlines()
     names = [line.split()[0] for line in listed]
     assert names == [
-        "train", "resume", "set", "pause", "continue", "ablate", "tune", "report", "chat", "sample",
-        "export", "watch", "demo", "serve", "config", "models",
+        "train", "resume", "branch", "set", "pause", "continue", "ablate", "tune", "report",
+        "doctor", "chat", "sample", "export", "watch", "demo", "serve", "config", "models",
     ]  # fmt: skip
     assert not [line for line in listed if line.endswith("...")], "no help text is cut"
 

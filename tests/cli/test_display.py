@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.cli.display import default_run_folder, run_with_display
-from steelyard.cli.live_display import LiveDisplay
-from steelyard.cli.text_display import TextDisplay
+from steelyard.cli.display import LiveDisplay, TextDisplay, default_run_folder, run_with_display
 from steelyard.experiment import Watcher
 
 

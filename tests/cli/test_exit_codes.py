@@ -50,7 +50,10 @@ WRONG = [
     ("[train]\ntimeout = 900", "[train]: timeout must be <= 300, got 900"),
     ("[train]\ntrack_grad_norms = 1", "[train]: track_grad_norms must be true or false, got 1"),
     ("[loss]\nuse = 'cross_entrpy'", "got 'cross_entrpy'; did you mean 'cross_entropy'?"),
-    ("[loss]\noptions = { reduction = 'max' }", "[loss]: reduction must be 'sum' or 'mean'"),
+    (
+        "[loss]\noptions = { reduction = 'max' }",
+        "reduction must be one of 'mean' or 'sum', got 'max'",
+    ),
     ("[loss]\noptions = { redction = 'sum' }", "[loss]: use: "),
     (term("weight = -1"), "[[regularizers]] #2: weight must be >= 0, got -1"),
     (term("weight = inf"), "[[regularizers]] #2: weight must be a number >= 0"),

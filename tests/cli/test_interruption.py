@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from steelyard.cli.interruption import Interruption
+from steelyard.cli.exit_codes import Interruption
 
 from .command import CommandRunner, wait_for
 from .project import assert_same, metrics_of
@@ -70,7 +70,7 @@ def test_a_message_that_cannot_be_written_does_not_lose_the_flag() -> None:
 def test_the_second_ctrl_c_ends_the_process_even_if_exceptions_are_caught() -> None:
     code = """
 import signal
-from steelyard.cli.interruption import Interruption
+from steelyard.cli.exit_codes import Interruption
 with Interruption(lambda: print("first", flush=True), lambda: print("second", flush=True)):
     for _ in range(3):
         try:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
 
-from steelyard.cli import live_display
-from steelyard.cli.live_display import LiveDisplay, step_table, step_tables
-from steelyard.experiment.flags import FLAGS
+from steelyard.cli.display import LiveDisplay, step_table, step_tables
+from steelyard.cli.doctor import COLORS
+from steelyard.doctor.finding import SEVERITIES, Finding, Severity
 
 from .command import Spawn
 from .example_metrics import metrics, on_policy, skipping
@@ -26,24 +27,37 @@ def shown_table(line: dict[str, Any]) -> str:
     return captured.get()
 
 
-@pytest.mark.parametrize(
-    ("changed", "flags"),
-    [
-        ({"term__grad_norm_weighted": 3.1}, ["dominates"]),
-        ({"cosines/base/t/1": -0.31}, ["fights the base loss"]),
-        (
-            {"term__grad_norm_weighted": 3.1, "cosines/base/t/1": -0.31},
-            ["dominates", "fights the base loss"],
-        ),
-        ({"cosines/base/t/1": -0.31, "term__weight": 0.0}, []),
-        ({"term__grad_norm": None, "term__grad_norm_weighted": None}, ["no gradient"]),
-        ({"term__grad_norm": 0.0, "term__grad_norm_weighted": 0.0}, []),
-    ],
-)
-def test_the_table_shows_the_flags(changed: dict[str, float | None], flags: list[str]) -> None:
-    shown = shown_table(metrics(**changed))
-    assert ", ".join(flags) in shown
-    assert [flag for flag in FLAGS if flag in shown] == flags
+def finding(rule: str, subject: str, severity: Severity = "warning") -> Finding:
+    return Finding(rule, subject, severity, f"{subject} is off", "5 of 6", "", "do less", 2)
+
+
+def test_the_table_marks_what_lasts_the_worst_first() -> None:
+    of_term = [finding("small share", "regularizers/t/1", "information")]
+    of_term.append(finding("bound broken", "regularizers/t/1", "problem"))
+    console = Console(width=120, color_system=None)
+    with console.capture() as captured:
+        of_reward = finding("reward fails", "rewards/judge/1")
+        of_run = finding("overfits", "held_out")
+        console.print(Group(*step_tables(on_policy(), console, [*of_term, of_reward, of_run])))
+    lines = [line for line in captured.get().splitlines() if "t/1" in line or "judge/1" in line]
+    assert "bound broken, small share" in lines[0]
+    assert "reward fails" in lines[1]
+    assert captured.get().splitlines()[-1].strip() == "overfits: 5 of 6"
+    assert "small share" not in shown_table(metrics())
+
+
+def test_findings_are_printed_once_and_marked_while_they_last() -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=120, color_system=None, force_terminal=True)
+    begun = finding("fights the base loss", "regularizers/t/1")
+    with LiveDisplay(console) as display:
+        display.findings([begun], [begun])
+        display.step(3, 8, metrics())
+        marked = output.getvalue()
+        display.findings([replace(begun, ended=4)], [])
+    assert marked.count("warning: Regularizers/t/1 is off; 5 of 6. Do less.") == 1
+    assert "Over at step 4, since step 2: regularizers/t/1 is off." in output.getvalue()
+    assert display._findings == []
 
 
 def test_the_table_shows_a_bound() -> None:
@@ -195,8 +209,8 @@ def test_the_bar_shows_the_reward() -> None:
     assert "loss 2.5" not in output.getvalue()
 
 
-def test_every_flag_has_a_style() -> None:
-    assert set(live_display._STYLES) == set(FLAGS)
+def test_every_severity_has_a_color() -> None:
+    assert set(COLORS) == set(SEVERITIES)
 
 
 @pytest.fixture
@@ -204,7 +218,7 @@ def terminal(project: Path) -> Path:
     """A project with a slow term, in a process, so that Ctrl-C reaches that process too."""
     config = (project / "c.toml").read_text()
     slow = (
-        '[[regularizers]]\nuse = "own_terms:slow"\nname = "slow"\nweight = 0.1\nrun_in = "process"'
+        '[[regularizers]]\nuse = "own_terms:slow"\nname = "slow"\nweight = 1e-6\nrun_in = "process"'
     )
     (project / "c.toml").write_text(f"{config}\n{slow}\n")
     return project
@@ -222,7 +236,7 @@ def test_a_terminal_shows_a_progress_bar_and_a_table(spawn: Spawn, terminal: Pat
         screen.expect(column)
     screen.expect("│ base ")
     screen.expect(" \\d+% │")
-    screen.expect("fights the base loss")
+    screen.expect("small share")
     screen.send("\x03")  # Ctrl-C
     screen.expect("Finishing this step")
     screen.expect("steelyard resume r")

@@ -11,11 +11,11 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from steelyard.cli.print_table import print_table
+from steelyard.cli.display import print_table
 
 SCRIPT = """
 from rich.table import Table
-from steelyard.cli.print_table import print_table
+from steelyard.cli.display import print_table
 table = Table("run", "a quantity with a long name", "another with a name as long")
 table.add_row("without the first of the terms", "1.2345 (+0.1234 ± 0.5678)", "1.2345")
 print_table(table)

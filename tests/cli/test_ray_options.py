@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.cli.ray_options import ray_cluster
+from steelyard.cli.compare import ray_cluster
 from steelyard.experiment import RayCluster
 
 from .command import CommandRunner

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from steelyard.cli.reward_table import RewardRow, answer_facts, reward_rows
+from steelyard.experiment.run.step_rows import RewardRow, answer_facts, reward_rows
 
 from .example_metrics import metrics, on_policy
 

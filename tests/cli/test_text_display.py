@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from steelyard.cli.text_display import TextDisplay
+from steelyard.cli.display import TextDisplay
+from steelyard.doctor import Finding
 
 from .example_metrics import metrics, on_policy, skipping
 
@@ -20,11 +23,18 @@ def test_a_line_has_the_loss_and_the_contribution_of_each_term(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with TextDisplay() as display:
-        display.step(0, 2, {**metrics(**{"cosines/base/t/1": -0.31}), "held_out/loss": 1.25})
+        display.step(0, 2, {**metrics(), "held_out/loss": 1.25})
         display.restore()
     assert capsys.readouterr().out == (
-        "step 0 (1/2)  loss 2.5000  base 2.0000  t/1 +0.5000 (fights the base loss)  "
-        "held-out 1.2500\n"
+        "step 0 (1/2)  loss 2.5000  base 2.0000  t/1 +0.5000  held-out 1.2500\n"
+    )
+
+
+def test_findings_are_lines_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    begun = Finding("overfits", "held_out", "warning", "it rises", "1 → 2", "", "stop", 3)
+    TextDisplay().findings([begun, replace(begun, ended=9)], [begun])
+    assert capsys.readouterr().out == (
+        "warning: It rises; 1 → 2. Stop.\nwarning: Over at step 9, since step 3: it rises.\n"
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 
 from steelyard.experiment import RunFolder, read_config
+from steelyard.experiment.data.base_model_outputs import share_reference_logprobs
 from tests.regularizers.http_server import Server
 
 from .command import CommandRunner, wait_for
@@ -177,8 +178,12 @@ def test_a_second_run_in_the_same_folder_is_refused(command: CommandRunner, proj
 
 def test_a_full_disk_keeps_the_old_checkpoint(command: CommandRunner, project: Path) -> None:
     run = project / "r"
-    command.run("train", "c.toml", "train.steps=3", "--run", "r", cwd=project)
-    command.run("train", "c.toml", "--run", "whole", cwd=project)
+    # Three steps read fewer data than eight, and on some processors the base model's log-probs of
+    # a datum depend, in the last digit, on those that it is computed with: one cache for both runs.
+    share_reference_logprobs(project)
+    for args in (("train.steps=3", "--run", "r"), ("--run", "whole")):
+        done = command.run("train", "c.toml", *args, cwd=project)
+        assert done.code == 0, done.err
     (run / "result.json").unlink()
     config = json.loads((run / "config.json").read_text())
     config["train"]["steps"] = 8
@@ -192,7 +197,9 @@ def test_a_full_disk_keeps_the_old_checkpoint(command: CommandRunner, project: P
     assert "CheckpointError" in (run / "log.txt").read_text()
     after = state_of(run)
     assert all(before[key].equal(after[key]) for key in before)
-    assert command.run("resume", "r", cwd=project).code == 0
+    resumed = command.run("resume", "r", cwd=project)
+    assert resumed.code == 0, resumed.err
+    assert metrics_of(run)[3:] == metrics_of(project / "whole")[3:]
     ended, whole = state_of(run), state_of(project / "whole")
     assert all(ended[key].equal(whole[key]) for key in whole)
 
@@ -254,15 +261,13 @@ def test_a_run_with_skipped_terms_can_be_resumed(command: CommandRunner, project
     assert_same(project / "r", project / "whole")
 
 
-def test_a_term_without_a_gradient_is_flagged_with_a_warning(
-    command: CommandRunner, project: Path
-) -> None:
+def test_a_term_without_a_gradient_is_a_problem(command: CommandRunner, project: Path) -> None:
     done = command.run(
-        "train", "c.toml", "regularizers.noise.use=own_terms:constant", "train.steps=2",
+        "train", "c.toml", "regularizers.noise.use=own_terms:constant", "train.steps=7",
         "--run", "r", cwd=project,
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert "noise +0.0100 (no gradient)" in done.out
+    assert done.out.count("problem: Regularizer 'noise' has no gradient") == 1
     assert done.out.count("DetachedTermWarning") == 1
 
 

@@ -13,7 +13,7 @@ from .command import CommandRunner
     ("args", "message"),
     [
         (["--verson"], "--verson; did you mean --version? Options: --version, "),
-        (["train", "--step"], "--step. Options: --run/-r, --skip-bad, "),
+        (["train", "--step"], "--step; did you mean --seeds? Options: --run/-r, --skip-bad, "),
         (["train", "--foo"], "--foo. Options: --run/-r, --skip-bad, "),
         (["train", "x.toml", "-x"], "-x. Options: --run/-r, "),
         (["report", "--skipbad"], "--skipbad. Options: "),

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from steelyard.cli.watch import _has_browser
+from steelyard.cli.page import _has_browser
 
 from .command import CommandRunner, Started, wait_for
 
@@ -111,6 +111,20 @@ def test_train_serves_the_page_of_its_run(
                 time.sleep(0.01)
         assert [(each["name"], each["state"]) for each in found] == [(run, "running")]
         assert run == "." if own_folder else run.startswith("c-")
+        running.kill(signal.SIGINT)
+        assert running.wait().code == 130
+
+
+def test_a_baseline_serves_the_page_of_both_runs(command: CommandRunner, project: Path) -> None:
+    args = ("train", "c.toml", "train.steps=400", "--baseline", "--watch", "--run", "b")
+    with started(command, *args, cwd=project) as running:
+        url = httpx.URL(url_of(running))
+        assert url.fragment == "", "the list of the runs"
+        with httpx.Client(follow_redirects=True) as client:
+            assert client.get(url).status_code == 200
+            while not (found := client.get(url.join("/api/runs")).json()["runs"]):
+                time.sleep(0.01)
+        assert [(each["name"], each["state"]) for each in found] == [("all", "running")]
         running.kill(signal.SIGINT)
         assert running.wait().code == 130
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from steelyard import RegularizerSpec
-from steelyard.clients.built_terms import BuiltTerms
+from steelyard.clients.term_states import BuiltTerms
 
 FN = f"{__name__}:Scaled"
 

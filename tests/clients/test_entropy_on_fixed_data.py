@@ -14,7 +14,7 @@ from tinker import types
 from torch import Tensor
 
 from steelyard import CustomLossOutput, RegularizerSpec, regularize
-from steelyard.composition import UncomparedTermWarning
+from steelyard.composition.terms import UncomparedTermWarning
 from steelyard.engine import LocalTrainingClient
 from steelyard.errors import SpecError, TermError
 from steelyard.regularizers import Adaptive, ConfidencePenalty, Entropy

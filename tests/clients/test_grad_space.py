@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from steelyard import CustomLossOutput, RegularizerSpec, regularize
-from steelyard.composition import Aggregator
+from steelyard.composition.aggregate import Aggregator
 from steelyard.engine import LocalTrainingClient
 from steelyard.errors import NonFiniteError, SpecError
 from tests.clients.sdk import Answered, engine

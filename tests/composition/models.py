@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from steelyard import telemetry
-from steelyard.composition import aux_loss
+from steelyard.composition.auxiliary_losses import aux_loss
 
 Heard = list[tuple[str, dict[str, Any], dict[str, Any]]]
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from steelyard.composition import CompositeLoss, term
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
 from steelyard.errors import InputError
 
 from .models import Net, activity, batch, confidence, cross_entropy, gradients
@@ -68,3 +69,21 @@ def different_terms(rank: int) -> str:
     except InputError as error:
         return str(error)
     return "no error"
+
+
+def record(rank: int, folder: str | None) -> list[Tensor]:
+    """Gradients of steps that are recorded in a run folder, unless it is None."""
+    model = Net()
+    loss = composite(rank, run=folder)
+    loss.watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = loss.follow(optimizer)
+    x, labels = rows_of(rank)
+    found: list[Tensor] = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(model(x), labels=labels).backward()
+        found += gradients(model)
+        optimizer.step()
+    handle.remove()
+    return found

@@ -31,10 +31,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from steelyard.composition import CompositeLoss, term
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
 from steelyard.errors import GradientError, InputError
-from steelyard.output import CustomLossOutput
-from steelyard.spec import RegularizerSpec
+from steelyard.output.custom_loss import CustomLossOutput
+from steelyard.spec.regularizer import RegularizerSpec
 from tests.process_group import count_reductions
 
 from .models import activity, confidence, cross_entropy

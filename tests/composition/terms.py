@@ -50,7 +50,7 @@ def unwatched(pipeline: Pipeline) -> Pipeline:
     The calls in which that is watched run one after the other.
     """
     for each in pipeline.due():
-        each.facts.calls = 2
+        each.statistics.calls = 2
     return pipeline
 
 

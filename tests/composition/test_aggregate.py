@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec
-from steelyard.composition import (
+from steelyard.composition.aggregate import (
     AggregationWarning,
     Aggregator,
-    CompositeLoss,
-    TermResult,
     WeightedSum,
-    term,
+    combine,
+    read_numbers,
 )
-from steelyard.composition.aggregate import combine, read_numbers
-from steelyard.composition.terms import Term
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
+from steelyard.composition.terms import Term, TermResult
 from steelyard.errors import AggregationError, SpecError
-from steelyard.gradients import Row
+from steelyard.gradients.algebra import Row
 from steelyard.penalties.from_logits import entropy, z_loss
 from steelyard.regularizers import WholeVocabulary
 from tests.fused import count_together

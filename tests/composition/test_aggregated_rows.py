@@ -11,15 +11,11 @@ from torch import Tensor
 from torchjd import aggregation
 
 from steelyard import Pipeline, RegularizerSpec
-from steelyard.clients import state_io
-from steelyard.composition import (
-    AggregationWarning,
-    CompositeLoss,
-    GramWeighting,
-    aggregator_of,
-    term,
-)
-from steelyard.composition.aggregate import Aggregator
+from steelyard.clients.term_states import decode_state, encode_state
+from steelyard.composition.aggregate import AggregationWarning, Aggregator
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
+from steelyard.composition.weightings import GramWeighting, aggregator_of
 from steelyard.errors import StateError
 
 # Gradients of the base loss and of three terms, with conflicts between them.
@@ -275,9 +271,9 @@ def test_a_saved_state_goes_on_with_the_same_bits_for_every_set(use: str, at: in
     for step, names in enumerate(SETS[:at]):
         factors(first, names, step)
     state = first.state_dict()
-    second.load_state_dict(state_io.decode("w", state_io.encode("w", state)))
+    second.load_state_dict(decode_state("w", encode_state("w", state)))
     again = second.state_dict()  # a state that is saved before the next call is the same one
-    assert state_io.encode("w", again) == state_io.encode("w", state)
+    assert encode_state("w", again) == encode_state("w", state)
     found = [factors(second, names, step) for step, names in enumerate(SETS) if step >= at]
     assert found == expected[at:]
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from steelyard.composition import CompositeLoss, aux_loss, collect_aux, term
-from steelyard.composition.auxiliary_losses import _open
+from steelyard.composition.auxiliary_losses import _open, aux_loss, collect_aux
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
 from steelyard.errors import InputError
 
 from .models import batch, cross_entropy, gradients

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
-from steelyard.composition import Aggregator, CompositeLoss, term
+from steelyard.composition.aggregate import Aggregator
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
 
 from .models import Net, activity, batch, confidence, cross_entropy, gradients
 

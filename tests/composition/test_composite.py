@@ -11,7 +11,8 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 
 from steelyard import DetachedTermWarning, Pipeline, RegularizerSpec, penalties, schedules
-from steelyard.composition import CompositeLoss, reads, term
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import reads, term
 from steelyard.errors import (
     GradientError,
     InputError,

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from steelyard import RegularizerSpec, schedules
-from steelyard.composition import CompositeLoss, term
+from steelyard.composition.composite import CompositeLoss
 from steelyard.composition.evaluate import Evaluator
+from steelyard.composition.input_names import term
 from steelyard.errors import TermError
-from steelyard.output import CustomLossOutput
+from steelyard.output.custom_loss import CustomLossOutput
 from steelyard.penalties.from_logits import (
-    ComposedLogits,
-    Fused,
     cross_entropy,
     entropy,
     js,
@@ -24,6 +23,8 @@ from steelyard.penalties.from_logits import (
     target_logprobs,
     z_loss,
 )
+from steelyard.penalties.from_logits.compose import ComposedLogits
+from steelyard.penalties.from_logits.fusion import Fused
 from steelyard.regularizers import WholeVocabulary
 from tests.fused import count_together
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec, telemetry
-from steelyard.composition import CompositeLoss, reads, term
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import reads, term
 from steelyard.errors import TermError
 
 from .models import Heard, Net, activity, batch, cross_entropy, listening

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from steelyard.composition import CompositeLoss, collect_aux
+from steelyard.composition.auxiliary_losses import collect_aux
+from steelyard.composition.composite import CompositeLoss
 from steelyard.errors import InputError
 from tests.process_group import group_of_one, run_group
 

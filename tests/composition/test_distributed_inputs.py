@@ -17,8 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from steelyard import RegularizerSpec
-from steelyard.composition import Aggregator, CompositeLoss, reads, term
+from steelyard.composition.aggregate import Aggregator
+from steelyard.composition.composite import CompositeLoss
 from steelyard.composition.distributed_inputs import _check_readers
+from steelyard.composition.input_names import reads, term
 from steelyard.composition.ranks import Ranks
 from steelyard.composition.terms import Term
 from steelyard.errors import InputError

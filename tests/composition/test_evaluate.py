@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec
-from steelyard.composition import CompositeLoss, placement, term
-from steelyard.composition.aggregate import WeightedSum
-from steelyard.composition.evaluate import Evaluator, EvaluatorSettings
+from steelyard.composition import offloaded
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.evaluate import Evaluator
+from steelyard.composition.input_names import term
 from steelyard.composition.inputs import FlatInputs
+from steelyard.composition.settings import Settings
 from steelyard.composition.terms import Term
 from steelyard.errors import GradientError
 
@@ -31,21 +33,14 @@ def test_terms_may_read_different_logprobs(run_in: Any) -> None:
 
 @pytest.mark.parametrize("run_in", ["inline", "thread"])
 def test_an_evaluator_gives_a_result_for_each_term(run_in: Any) -> None:
-    settings = EvaluatorSettings(
-        track_grad_norms=False,
-        parallel=True,
-        timeout=30.0,
-        width=2,
-        check_finite=True,
-        aggregator=WeightedSum(),
-    )
+    settings = Settings(max_concurrency=2)
     inputs = FlatInputs([], [torch.tensor([-1.0, -2.0])], {}, ())
     terms = [
         Term(RegularizerSpec(l2, weight, name, run_in=run_in))
         for name, weight in {"a": 1.0, "b": 2.0}.items()
     ]
-    found = Evaluator(inputs, settings, None, None).evaluate(terms, 0, tracked=False)
-    assert [(r.term.name, r.weight, r.place, r.method) for r in found] == [
+    found = Evaluator(inputs, settings).evaluate(terms, 0, tracked=False)
+    assert [(r.term.name, r.weight, r.executor, r.method) for r in found] == [
         ("a", 1.0, run_in, "autograd"),
         ("b", 2.0, run_in, "autograd"),
     ]
@@ -80,17 +75,17 @@ def where(**more: Any) -> list[bool]:
 
 
 def test_a_cheap_term_moves_inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "CHEAP", 60.0)
+    monkeypatch.setattr(offloaded, "CHEAP", 60.0)
     assert where() == [False, True, True, True]
 
 
 def test_a_long_term_stays_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "CHEAP", 0.0)
+    monkeypatch.setattr(offloaded, "CHEAP", 0.0)
     assert where() == [False] * 4
 
 
 def test_a_timeout_of_its_own_keeps_it_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "CHEAP", 60.0)
+    monkeypatch.setattr(offloaded, "CHEAP", 60.0)
     assert where(timeout=10.0) == [False] * 4
 
 

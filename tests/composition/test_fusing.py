@@ -11,9 +11,9 @@ from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec, telemetry
 from steelyard.composition.evaluate import Evaluator
+from steelyard.composition.terms import Joint
 from steelyard.errors import NonFiniteError, TermError
-from steelyard.gradients import Joint
-from steelyard.output import CustomLossOutput
+from steelyard.output.custom_loss import CustomLossOutput
 from steelyard.penalties.from_logits import Projection
 from steelyard.regularizers import WholeVocabulary
 from tests.composition.terms import nll

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from steelyard.composition import CompositeLoss, reads
-from steelyard.composition.input_lookup import find, gather, names_in, within
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import find, gather_inputs, names_in, reads, within
 from steelyard.errors import InputError
 
 
@@ -22,16 +22,19 @@ class Output:
 def test_outputs_are_opened() -> None:
     logits, hidden, labels = torch.ones(1, 2), torch.ones(3), torch.tensor([0])
     expected = {"logits": logits, "hidden": hidden, "labels": labels}
-    assert gather([Output(logits, hidden)], {"labels": labels}) == expected
-    assert gather([{"logits": logits}, OrderedDict(hidden=hidden)], {"labels": labels}) == expected
+    assert gather_inputs([Output(logits, hidden)], {"labels": labels}) == expected
+    assert (
+        gather_inputs([{"logits": logits}, OrderedDict(hidden=hidden)], {"labels": labels})
+        == expected
+    )
     # One object under one name, twice, is one input.
-    assert gather([Output(logits, hidden)], {"labels": labels, "logits": logits}) == expected
+    assert gather_inputs([Output(logits, hidden)], {"labels": labels, "logits": logits}) == expected
     with pytest.raises(InputError, match="an input must stand once, and 'logits' came twice"):
-        gather([Output(logits)], {"logits": labels})
+        gather_inputs([Output(logits)], {"logits": labels})
     with pytest.raises(InputError, match=r"mapping or a dataclass.* got Tensor: pass it by name"):
-        gather([logits], {})
+        gather_inputs([logits], {})
     with pytest.raises(InputError, match=r"mapping or a dataclass.* got type: pass it by name"):
-        gather([Output], {})
+        gather_inputs([Output], {})
 
 
 def test_dots_lead_into_outputs() -> None:

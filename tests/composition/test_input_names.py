@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from steelyard import RegularizerSpec, penalties
-from steelyard.composition import CompositeLoss, reads, term
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import reads, term
 from steelyard.errors import InputError, RegistryError, SpecError
 
 from .models import activity, confidence, cross_entropy, patient
@@ -365,3 +366,14 @@ def test_an_option_of_a_module_is_checked_against_its_forward() -> None:
 
     with pytest.raises(SpecError, match=r"its options are 'scale' \(regularizer 's'\)"):
         term(Scaled(), 1.0, "s", inputs="x", options={"sclae": 2.0})
+
+
+def test_a_named_term_says_what_a_value_of_0_means() -> None:
+    class Same:
+        zero_means = "it compares the log-probs with themselves"
+
+        def compute(self, data: Any, logprobs: Any) -> Tensor:
+            raise NotImplementedError
+
+    fn = term(Same(), 0.1, "same").fn
+    assert getattr(fn, "zero_means", "") == Same.zero_means

@@ -236,7 +236,7 @@ def test_all_terms_are_compared_with_respect_to_the_parameters() -> None:
         lambda d, lps: -torch.cat(lps).sum(), specs, track_grad_norms=True, gives=given
     )
     logprobs = [torch.tensor([-1.0, -2.0]), torch.tensor([-4.0])]
-    output = pipeline.compute([], logprobs, given=given, to_parameters=linear_model)
+    output = pipeline.compute([], logprobs, given=given, parameter_gradients=linear_model)
     rows = {
         "base": -LOGPROB_JACOBIAN.sum(0),
         "l2": LOGPROB_JACOBIAN.T @ torch.tensor([-2.0, -4.0, 0.0]),
@@ -274,9 +274,9 @@ def test_a_gradient_that_is_not_finite_reaches_the_parameters_if_it_is_not_check
         )  # fmt: skip
         if checked:
             with pytest.raises(NonFiniteError, match="'inf'"):
-                pipeline.compute([], logprobs, given=given, to_parameters=linear_model)
+                pipeline.compute([], logprobs, given=given, parameter_gradients=linear_model)
         else:
-            output = pipeline.compute([], logprobs, given=given, to_parameters=linear_model)
+            output = pipeline.compute([], logprobs, given=given, parameter_gradients=linear_model)
             assert not math.isfinite(output.regularizers["inf"].grad_norm or 0.0)
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline
-from steelyard.composition import NamedBaseLoss, find_loss, loss_names
-from steelyard.composition.named_losses import LOSSES
+from steelyard.composition.named_losses import LOSSES, NamedBaseLoss, find_loss, loss_names
 from steelyard.errors import InputError
 
 # Ratios exp(new - old): 1.35 (above both clips), 0.61 (below), 1.05 (inside), 1.49, 0.82 ...
@@ -44,8 +43,8 @@ def cispo(lp: float, old: float, advantage: float, _: float, *, low: float, high
     return -min(max(math.exp(lp - old), low), high) * lp * advantage
 
 
-def dro(lp: float, old: float, advantage: float, _: float, *, beta: float) -> float:
-    return -(lp * advantage - beta / 2 * (lp - old) ** 2)
+def dro(lp: float, old: float, advantage: float, weight: float, *, beta: float) -> float:
+    return -(lp * advantage - (beta / 2 * (lp - old) ** 2 if weight else 0.0))
 
 
 CLIPS = {"low": 0.8, "high": 1.2}
@@ -100,6 +99,23 @@ def test_a_loss_has_the_gradient_of_its_formula(
     np.testing.assert_allclose(slope.numpy(), (above - below) / 2e-6, rtol=1e-7, atol=1e-8)
 
 
+def test_dro_leaves_a_prompt_alone_where_data_have_weights() -> None:
+    """As published it makes a prompt likelier: its tokens have no sampling log-prob, but 0."""
+    prompt, answer = [-3.0, -4.0], [-1.5]
+    given = {"logprobs": [0.0, 0.0, -1.0], "advantages": [0.0, 0.0, 2.0]}
+    base = NamedBaseLoss.of("dro", {"beta": 0.5})
+    found = {}
+    for weights in (None, [0.0, 0.0, 1.0]):
+        inputs = given if weights is None else {**given, "weights": weights}
+        leaf = torch.tensor([*prompt, *answer], requires_grad=True)
+        base.compute([{"loss_fn_inputs": inputs}], [leaf]).backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        found[weights is None] = leaf.grad.tolist()
+    of_answer = -2.0 + 0.5 * (-1.5 + 1.0)
+    assert found[True] == pytest.approx([0.5 * -3.0, 0.5 * -4.0, of_answer])
+    assert found[False] == pytest.approx([0.0, 0.0, of_answer])
+
+
 @pytest.mark.parametrize("config", [None, TIGHT])
 def test_cispo_holds_its_ratio_fixed(config: Any) -> None:
     loss, settings = find_loss("cispo", config)
@@ -114,7 +130,7 @@ def test_cispo_holds_its_ratio_fixed(config: Any) -> None:
 def test_an_unknown_loss_is_an_error_that_lists_the_known(name: Any) -> None:
     with pytest.raises(InputError, match="loss_fn must be one of cross_entropy, importance") as e:
         find_loss(name, None)
-    assert str(e.value).endswith(f"ppo, cispo, dro, got {name!r}.")
+    assert str(e.value).endswith(f"ppo, cispo, dro, gspo, got {name!r}.")
 
 
 def test_an_unknown_setting_is_an_error_that_lists_the_known() -> None:
@@ -139,7 +155,14 @@ def test_a_setting_that_is_no_finite_number_is_an_error(value: Any) -> None:
 
 
 def test_the_names_are_those_of_the_losses() -> None:
-    assert loss_names() == ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
+    assert loss_names() == (
+        "cross_entropy",
+        "importance_sampling",
+        "ppo",
+        "cispo",
+        "dro",
+        "gspo",
+    )
 
 
 def test_settings_of_one_call_do_not_change_the_defaults() -> None:

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from steelyard import RegularizerSpec
-from steelyard.composition import CompositeLoss, term
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
 from steelyard.composition.ranks import Ranks
 from steelyard.errors import InputError, SpecError, TermError
 from tests.process_group import run_group

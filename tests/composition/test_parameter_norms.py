@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from steelyard.composition import CompositeLoss, term
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
 from steelyard.errors import SpecError
 
 from .models import Net, activity, batch, confidence, cross_entropy, gradients

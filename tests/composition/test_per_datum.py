@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from steelyard.composition import NamedBaseLoss, PerDatum, Separable, loss_names
+from steelyard.composition.named_losses import NamedBaseLoss, loss_names
+from steelyard.composition.per_datum import PerDatum, Separable
 from steelyard.errors import InputError
 
 FIRST = {"logprobs": [-1.0, -2.0], "advantages": [0.5, -1.0], "weights": [1.0, 0.5]}

@@ -220,29 +220,29 @@ def test_a_bad_step(step: Any) -> None:
         Pipeline(nll).compute([], LOGPROBS, step)
 
 
-NAMES = "shares must be by the names of the terms, 'base', 'l2'"
+NAMES = "share must be by the names of the terms, 'base', 'l2'"
 
 
 @pytest.mark.parametrize(
-    ("shares", "message"),
+    ("share", "message"),
     [
         ({"bas": 0.5}, f"{NAMES}, got 'bas'; did you mean 'base'?"),
         ({"z": 0.5}, f"{NAMES}, got 'z'."),
-        ({"l2": -0.5}, "shares['l2'] must be a finite number >= 0, got -0.5."),
-        ({"base": math.nan}, "shares['base'] must be a finite number >= 0, got nan."),
-        ({"l2": "0.5"}, "shares['l2'] must be a finite number >= 0, got '0.5'."),
+        ({"l2": -0.5}, "share['l2'] must be a finite number >= 0, got -0.5."),
+        ({"base": math.nan}, "share['base'] must be a finite number >= 0, got nan."),
+        ({"l2": "0.5"}, "share['l2'] must be a finite number >= 0, got '0.5'."),
     ],
 )
-def test_bad_shares(shares: Any, message: str) -> None:
+def test_bad_share(share: Any, message: str) -> None:
     with pytest.raises(InputError) as caught:
-        Pipeline(nll, [spec()]).compute([], LOGPROBS, shares=shares)
+        Pipeline(nll, [spec()]).compute([], LOGPROBS, share=share)
     assert str(caught.value) == message
 
 
 def test_a_share_of_a_term_that_is_not_due_is_not_used() -> None:
     pipeline = Pipeline(nll, [spec(every=2)])
     alone = pipeline.compute([], LOGPROBS, step=1)
-    assert pipeline.compute([], LOGPROBS, step=1, shares={"l2": 0.5}) == alone
+    assert pipeline.compute([], LOGPROBS, step=1, share={"l2": 0.5}) == alone
 
 
 def test_a_closed_pipeline_refuses() -> None:

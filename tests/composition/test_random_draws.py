@@ -19,11 +19,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from steelyard import Pipeline, RegularizerSpec
-from steelyard.composition import CompositeLoss, term
 from steelyard.composition.call_seeds import CallSeed
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
 from steelyard.composition.terms import Term
 from steelyard.errors import SpecError, TermTimeoutError
-from steelyard.execution import generators
+from steelyard.execution import random_state
 from tests.process_group import run_group
 
 from .terms import LOGPROBS, nll
@@ -208,13 +209,13 @@ def test_a_term_that_does_not_draw_is_not_seeded_for(monkeypatch: pytest.MonkeyP
     """Its calls 1, 2, 4, 8, … are watched, with seeded generators."""
     seeded: list[int] = []
     pipeline = Pipeline(nll, [RegularizerSpec(calm, 0.1, "calm", run_in="inline")])
-    plain, step = generators._seed_all, 0
+    plain, step = random_state._seed_all, 0
 
     def seed_all(key: Any) -> None:
         seeded.append(step)
         plain(key)
 
-    monkeypatch.setattr(generators, "_seed_all", seed_all)
+    monkeypatch.setattr(random_state, "_seed_all", seed_all)
     for step in range(1, 20):
         pipeline.compute([], LOGPROBS, step)
     assert seeded == [step for step in (1, 2, 4, 8, 16) for _ in ("base", "calm")]

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from steelyard.composition import CompositeLoss, term
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
 from steelyard.composition.ranks import Ranks, mean_state
 from tests.process_group import run_group
 from tests.whole_batch import assert_same

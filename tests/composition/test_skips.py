@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from steelyard import RegularizerSpec, telemetry
-from steelyard.composition.call_events import CallEvents
-from steelyard.composition.skips import as_term_error, skip
+from steelyard.composition.call_events import CallEvents, as_term_error, skip
 from steelyard.composition.terms import Term, TermResult
 from steelyard.errors import NonFiniteError, TermError
 from steelyard.telemetry import events

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from steelyard import Pipeline, RegularizerSpec, Workers
-from steelyard.composition import CompositeLoss, term
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
 from steelyard.errors import StateError
 
 from .models import Net, activity, batch, cross_entropy
@@ -135,7 +136,7 @@ def test_a_pipeline_copies_without_its_workers() -> None:
     spec = RegularizerSpec(l2, 0.1, "l2", run_in="thread")
     pipeline = Pipeline(nll, [spec], workers=workers)
     expected = pipeline.compute([], LOGPROBS)
-    pipeline._facts["l2"].stuck = object()  # type: ignore[assignment]
+    pipeline._statistics["l2"].stuck = object()  # type: ignore[assignment]
     other = copy.deepcopy(pipeline)
     assert other.compute([], LOGPROBS).loss_total == expected.loss_total
     assert other.workers is not workers

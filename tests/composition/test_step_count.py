@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,10 +19,10 @@ from torch._dynamo.testing import CompileCounter
 
 import steelyard
 from steelyard import Pipeline, RegularizerSpec, schedules, telemetry
-from steelyard.composition import CompositeLoss, term
-from steelyard.composition.composite import UncountedStepWarning
+from steelyard.composition.composite import CompositeLoss, UncountedStepWarning
+from steelyard.composition.input_names import term
 from steelyard.errors import ClosedError, InputError, SpecError, StateError, TermError
-from steelyard.spec import Schedule
+from steelyard.spec.protocol import Schedule
 from steelyard.telemetry import events
 
 from .terms import LOGPROBS, broken, l2, nll
@@ -48,15 +49,16 @@ def step_of(pipeline: Pipeline, step: int | None = None) -> float:
 
 def descend(value_and_slope: Callable[[float], tuple[float, float]], steps: int) -> list[float]:
     """Minimize -x + λ·½(x + 3)² by hand, λ by the formulas of docs/spec.md; the term's values."""
-    x, integral, sizes, values = START, 0.0, list[float](), list[float]()
+    x, gain, sizes, values = START, 0.05, list[float](), list[float]()
     for step in range(steps):
         value, slope = value_and_slope(x)
         if step < 5:
             sizes.append(abs(-x) if abs(x) >= 0.01 else 1.0)
         unit = sum(sizes) / len(sizes) / 0.1
         error = (value - 0.1) / 0.1
-        weight = unit * min(max(0.0, 0.3 * error + integral), 10.0)
-        integral = min(max(0.0, integral + 0.02 * error), 10.0)
+        weight = unit * gain * max(0.0, 1 + 3.0 * min(error, 1.0))
+        if weight or gain > 0.05:
+            gain = max(0.0 if weight else 0.05, gain * math.exp(0.1 * min(error, 3.0)))
         values.append(value)
         x -= RATE * (-1.0 + weight * slope)
     return values

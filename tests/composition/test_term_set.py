@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, schedules
-from steelyard.composition import CompositeLoss, term
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
 from steelyard.errors import SpecError, StateError, TermError, UnpicklableError
 
 from .terms import LOGPROBS, Counter, l2, nll, spec, surprise

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from steelyard import DetachedTermWarning, RegularizerSpec, schedules
-from steelyard.composition import term
-from steelyard.composition.terms import Facts, Term
+from steelyard.composition.input_names import term
+from steelyard.composition.terms import CallStatistics, Term
 from steelyard.errors import SpecError, TermBusyError
-from steelyard.execution import Ticket
+from steelyard.execution.executor import Ticket
 from steelyard.penalties import from_logits
 
 from .terms import l2
@@ -48,17 +48,17 @@ def test_a_stuck_call_blocks_its_term_until_it_ends() -> None:
     one.check_free()
     ticket = Ticket("l2", "thread", int, ())
     assert ticket.start()
-    one.facts.stuck = ticket
+    one.statistics.stuck = ticket
     with pytest.raises(TermBusyError, match="its call that timed out is still running") as caught:
         one.check_free()
     assert caught.value.term == "l2"
     ticket.end()
     one.check_free()
-    assert one.facts.stuck is None
+    assert one.statistics.stuck is None
 
 
 def test_facts_pickle_without_a_stuck_call() -> None:
-    facts = Facts(duration=0.5, warned=True, stuck=Ticket("t", "thread", int, ()))
+    facts = CallStatistics(duration=0.5, warned=True, stuck=Ticket("t", "thread", int, ()))
     copied = pickle.loads(pickle.dumps(facts))
     assert (copied.duration, copied.warned, copied.stuck) == (0.5, True, None)
 

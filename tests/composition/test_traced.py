@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from steelyard import schedules
-from steelyard.composition import CompositeLoss, term
-from steelyard.composition.input_names import reads
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import reads, term
 from steelyard.penalties.from_logits import cross_entropy, entropy, kl, target_logprobs, z_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # `make test-gpu`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -10,13 +11,13 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec, telemetry
-from steelyard.composition import CompositeLoss
-from steelyard.composition.bounds import KI
+from steelyard.composition.bounds import GAIN, KI
+from steelyard.composition.composite import CompositeLoss
 from steelyard.composition.input_names import term
 from steelyard.composition.terms import UnmeasuredTermWarning
 from steelyard.errors import InputError, TermResultError
 from steelyard.penalties.from_logits import entropy, z_loss
-from steelyard.spec import Gradient, RunIn
+from steelyard.spec.regularizer import Gradient, RunIn
 from steelyard.telemetry import events
 
 from .terms import LOGPROBS, nll, spec
@@ -149,7 +150,7 @@ def test_a_bound_is_held_over_the_calls_that_measured() -> None:
         pipeline.compute(data, logprobs, 0)
     pipeline.compute([False, False], logprobs, 1)
     state = pipeline.state_dict()["t"]["multiplier"]
-    assert state["integral"] == pytest.approx(KI * ((2 - 1) + (3 - 1)) / 2)
+    assert state["gain"] == pytest.approx(GAIN * math.exp(1.5 * KI))  # the errors are 1 and 2
     assert state["steps"] == 1
     pipeline.compute([False, False], logprobs, 2)  # a step in which it measured nothing
     assert pipeline.state_dict()["t"]["multiplier"]["steps"] == 1

@@ -16,16 +16,10 @@ from torchjd.autojac import backward, jac_to_grad
 from torchjd.linalg import QuadprogProjector
 
 from steelyard import Pipeline, RegularizerSpec
-from steelyard.composition import (
-    AggregationWarning,
-    Aggregator,
-    CompositeLoss,
-    GramWeighting,
-    WeightedSum,
-    aggregator_of,
-    term,
-)
-from steelyard.composition.weightings import WEIGHTINGS
+from steelyard.composition.aggregate import AggregationWarning, Aggregator, WeightedSum
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
+from steelyard.composition.weightings import WEIGHTINGS, GramWeighting, aggregator_of
 from steelyard.errors import AggregationError, MissingExtraError, SpecError, StateError
 
 # cvxpy, the solver of CAGrad, is too large for the extra.

@@ -1,4 +1,4 @@
-"""A term whose value stays 0, although it is trained on, says so once."""
+"""A divergence that stays 0, although it is trained on, is a finding, said once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec
-from steelyard.composition import CompositeLoss, ZeroTermWarning, term
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
+from steelyard.doctor import FindingWarning
 from steelyard.regularizers import Adaptive, JSToReference, KLToReference
 
 
@@ -37,7 +39,7 @@ def warned(
                 warnings.simplefilter("always")
                 for _ in range(calls):
                     pipeline.compute(*batch(step, away), step)
-            steps += [step for each in caught if each.category is ZeroTermWarning]
+            steps += [step for each in caught if each.category is FindingWarning]
     return steps
 
 
@@ -57,19 +59,19 @@ def kl(fn: Any = None, **limit: Any) -> RegularizerSpec:
         kl(run_in="thread", weight=1.0),
     ],
 )
-def test_it_warns_at_the_fifth_step_and_once(spec: RegularizerSpec) -> None:
-    assert warned(spec, [0.0] * 12) == [4]
+def test_it_warns_after_five_updates_and_once(spec: RegularizerSpec) -> None:
+    assert warned(spec, [0.0] * 12) == [5]
 
 
 def test_calls_of_one_step_count_once() -> None:
-    assert warned(kl(), [0.0] * 6, calls=3) == [4]
+    assert warned(kl(), [0.0] * 6, calls=3) == [5]
     assert warned(kl(), [0.0], calls=9) == []
 
 
 def test_a_model_that_begins_at_its_reference_does_not_warn() -> None:
     assert warned(kl(), [0.0, 0.0, 0.0, 0.0, 0.01, 0.02, 0.0, 0.0, 0.0, 0.0]) == []
     # Differences of rounding are 0.
-    assert warned(kl(), [1e-6] * 5) == [4]
+    assert warned(kl(), [1e-6] * 6) == [5]
 
 
 @pytest.mark.parametrize(
@@ -85,10 +87,6 @@ def test_other_terms_do_not_warn(spec: RegularizerSpec) -> None:
     assert warned(spec, [0.0] * 8) == []
 
 
-def test_without_a_check_of_the_values_none_is_read() -> None:
-    assert warned(kl(), [0.0] * 8, check_finite=False) == []
-
-
 def test_a_composite_warns_too() -> None:
     composite = CompositeLoss(
         lambda loss: loss,
@@ -99,24 +97,23 @@ def test_a_composite_warns_too() -> None:
         data, logprobs = batch(step)
         composite.step = step
         composite({"loss": logprobs[0].sum(), "data": data, "logprobs": logprobs})
+        assert composite.output.regularizers["kl"].value == 0
 
-    for step in range(4):
+    for step in range(5):
         compute(step)
-    with pytest.warns(ZeroTermWarning, match="regularizer 'kl' was 0 at 5 steps in a row"):
-        compute(4)
+    with pytest.warns(FindingWarning, match="Regularizer 'kl' has no gradient"):
+        compute(5)
 
 
 def test_the_message_names_the_cure() -> None:
     pipeline = Pipeline(nll, [kl()])
-    for step in range(4):
+    for step in range(5):
         pipeline.compute(*batch(step), step)
-    with pytest.warns(ZeroTermWarning) as caught:
-        pipeline.compute(*batch(4), 4)
+    with pytest.warns(FindingWarning) as caught:
+        pipeline.compute(*batch(5), 5)
     assert str(caught[0].message) == (
-        "regularizer 'kl' was 0 at 5 steps in a row: its reference is the model itself, or the "
-        "model has not been trained: its gradient is 0, and it holds nothing. Log-probs of the "
-        "policy, such as the field 'logprobs' of answers that are sampled anew at each step, are "
-        "no reference: use those of a model that stays as it is, for example by a sampling client "
-        "of the base model."
+        "problem at step 5: Regularizer 'kl' has no gradient: it does not affect training; value "
+        "0, gradient norm 0 at step 5. Its reference is the model itself. Use log-probs of a model "
+        "that stays as it is, such as the base model."
     )
     assert caught[0].filename == __file__

@@ -17,7 +17,9 @@ from torch import distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from steelyard.composition import Aggregator, CompositeLoss, term
+from steelyard.composition.aggregate import Aggregator
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
 
 from .sharded_ranks import Stack, shard, size_of, whole_gradients
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from steelyard.engine import LocalServiceClient, find_model, tiny
+from steelyard.engine import LocalServiceClient, tiny
 from steelyard.engine.adapter import Adapter, LoraSettings
 from steelyard.engine.checkpoint_contents import TrainingState
+from steelyard.engine.memory import TokenBudget
 from steelyard.engine.model import Model
+from steelyard.engine.model_sources import find_model
 from steelyard.errors import CheckpointError, InputError
 
 from .data import BATCH, SMALL, check_load_fails, create, folder_of, same, saved, train_on
@@ -233,7 +235,7 @@ def stepped(model: Model) -> Adapter:
 
 
 def state_of(model: Model, adapter: Adapter) -> TrainingState:
-    return TrainingState(model, adapter, "run", {"user": "u"})
+    return TrainingState(model, adapter, TokenBudget(model, None), "run", {"user": "u"})
 
 
 def test_the_description_names_the_run_its_settings_and_its_times(

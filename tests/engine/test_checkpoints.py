@@ -18,7 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from steelyard.engine import LocalServiceClient, checkpoint_files, tiny
+from steelyard.engine import LocalServiceClient, checkpoint_contents, tiny
 from steelyard.engine.checkpoint_contents import CheckpointContents
 from steelyard.engine.checkpoints import Checkpoints
 from steelyard.errors import CheckpointError, InputError
@@ -541,15 +541,15 @@ def test_a_name_that_is_taken_while_the_files_are_written_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
-    encode = checkpoint_files.encode
+    encode = checkpoint_contents.encode
 
     def meanwhile(name: str, contents: CheckpointContents) -> dict[str, bytes]:
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint_files, "encode", encode)
+            patch.setattr(checkpoint_contents, "encode", encode)
             Checkpoints(tmp_path).write("run", "weights", "a", small(1), overwrite=False)
         return encode(name, contents)
 
-    monkeypatch.setattr(checkpoint_files, "encode", meanwhile)
+    monkeypatch.setattr(checkpoint_contents, "encode", meanwhile)
     with pytest.raises(CheckpointError, match="name must be free"):
         checkpoints.write("run", "weights", "a", small(2), overwrite=False)
     assert checkpoints.read("tinker://run/weights/a").info["n"] == 1
@@ -610,13 +610,13 @@ def test_setting_the_expiry_of_a_checkpoint_deleted_meanwhile_is_an_error(
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
     path = checkpoints.write("run", "weights", "a", small(0), overwrite=False)
-    change = checkpoint_files.change_info
+    change = checkpoint_contents.change_info
 
     def meanwhile(folder: Path, *args: Any) -> None:
         checkpoints.delete(path)
         change(folder, *args)
 
-    monkeypatch.setattr(checkpoint_files, "change_info", meanwhile)
+    monkeypatch.setattr(checkpoint_contents, "change_info", meanwhile)
     with pytest.raises(CheckpointError, match="is none"):
         checkpoints.set_expiry(path, None)
 

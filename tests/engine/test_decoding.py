@@ -8,9 +8,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from steelyard.engine import LocalServiceClient, find_model
+from steelyard.engine import LocalServiceClient
 from steelyard.engine.decoding import DecodingBatch
 from steelyard.engine.model import Model
+from steelyard.engine.model_sources import find_model
 
 from .data import base, create, distributions, train
 
@@ -94,13 +95,13 @@ def test_similar_prompts_share_a_pass_and_others_do_not(
 ) -> None:
     batch = DecodingBatch(model, None)
     shapes = []
-    net = model._net
+    net = model._base
 
     def watched(**inputs: Any) -> Any:
         shapes.append((tuple(inputs["input_ids"].shape), "attention_mask" in inputs))
         return net(**inputs)
 
-    monkeypatch.setattr(model, "_net", watched)
+    monkeypatch.setattr(model, "_base", watched)
     lengths = [40, 400, 39, 30, 4, 40]
     batch.prefill([torch.arange(length) for length in lengths])
     assert shapes == [((1, 400), False), ((4, 40), True), ((1, 4), False)]

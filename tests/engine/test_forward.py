@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from steelyard.engine import find_model, forward, tiny
+from steelyard.engine import forward, tiny
 from steelyard.engine.adapter import Adapter, LoraSettings
 from steelyard.engine.datum_tensors import DatumTensors, read_examples
 from steelyard.engine.forward import ForwardResult, OutputGradients
 from steelyard.engine.model import Model
+from steelyard.engine.model_sources import find_model
 from steelyard.engine.packing import Packing, pack
 from steelyard.penalties.from_logits import Projection
 

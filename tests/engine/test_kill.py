@@ -17,10 +17,11 @@ import itertools, json, os, signal, sys
 from dataclasses import replace
 from pathlib import Path
 import torch
-from steelyard.engine import find_model
+from steelyard.engine.model_sources import find_model
 from steelyard.engine.adapter import LoraSettings
 from steelyard.engine.checkpoint_contents import TrainingState
 from steelyard.engine.checkpoints import Checkpoints
+from steelyard.engine.memory import TokenBudget
 from steelyard.engine.model import Model
 from tinker import types
 
@@ -28,7 +29,7 @@ torch.set_num_threads(1)
 model = Model(find_model("tiny-random"), torch.device("cpu"), torch.float32)
 adapter = model.add_adapter(LoraSettings(rank=4, seed=0))
 adapter.step(types.AdamParams())
-state = TrainingState(model, adapter, "run", {})
+state = TrainingState(model, adapter, TokenBudget(model, None), "run", {})
 checkpoints = Checkpoints(Path(sys.argv[1]))
 folder = Path(sys.argv[1]) / "run" / "weights"
 

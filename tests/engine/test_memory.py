@@ -15,7 +15,7 @@ import torch
 from steelyard.engine import LocalServiceClient, LocalTrainingClient, memory
 from steelyard.engine.datum_tensors import DatumTensors
 from steelyard.engine.forward import ForwardResult, forward
-from steelyard.engine.memory import TokenBudget
+from steelyard.engine.memory import GraphLimits, TokenBudget
 from steelyard.engine.model import Model, free_bytes
 from steelyard.engine.packing import PackedSequence, Packing
 
@@ -289,6 +289,20 @@ def test_memory_that_runs_out_with_64_tokens_is_an_error(
         CALLS["forward_backward"](client).result()
 
 
+def test_graphs_with_recomputed_layers_are_halved_to_64_tokens_too() -> None:
+    def work(limits: GraphLimits) -> GraphLimits:
+        if limits.recomputed > 100:
+            raise gpu_error()
+        return limits
+
+    with limited(None) as service:
+        client = create(service)
+        budget, adapter = client._worker.token_budget, client._trainer.adapter
+        budget._limits = dict.fromkeys((True, False), GraphLimits(64, 300))
+        limits = client._worker.submit(budget.run, adapter, work).result()
+    assert limits == GraphLimits(64, 75)
+
+
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_backward_pass_that_runs_out_of_memory_recomputes_the_forward_pass(
     monkeypatch: pytest.MonkeyPatch, error: Callable[[], Exception]
@@ -313,7 +327,7 @@ def test_a_backward_pass_that_runs_out_of_memory_recomputes_the_forward_pass(
 
 
 def test_other_errors_do_not_halve_the_limit() -> None:
-    def broken(_: int) -> None:
+    def broken(_: GraphLimits) -> None:
         raise KeyError("mine")
 
     with limited(300) as service:

@@ -12,7 +12,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from steelyard.engine import LocalServiceClient, export_checkpoint, tiny
+from steelyard.engine import LocalServiceClient, tiny
+from steelyard.engine.model_export import export_checkpoint
 from steelyard.errors import CheckpointError, InputError, ModelError
 
 from .data import create, datum, logprobs, train

@@ -8,7 +8,8 @@ import huggingface_hub.constants
 import pytest
 import torch
 
-from steelyard.engine import KNOWN_MODELS, LocalServiceClient, find_model, model_folder, tiny
+from steelyard.engine import LocalServiceClient, tiny
+from steelyard.engine.model_sources import KNOWN_MODELS, find_model, model_folder
 from steelyard.errors import ModelError
 
 UNKNOWN = [
@@ -105,3 +106,24 @@ def test_the_location_of_a_model_is_what_other_libraries_load(
         assert source.location is not None
         assert source.location() == location
     assert find_model("tiny-random").location is None
+
+
+def test_code_beside_a_model_is_not_run_and_nobody_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a terminal transformers asks whether to run it; a run folder may name such a model."""
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+    (tmp_path / "evil.py").write_text(code)
+    classes = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": "evil.T"}
+    config = {"model_type": "evil", "auto_map": classes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["evil.T", None]}})
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    source = find_model(str(tmp_path))
+    with pytest.raises(ModelError, match="base_model"):
+        source.model(None)
+    with pytest.raises(ModelError, match="base_model"):
+        source.tokenizer()
+    assert not (tmp_path / "ran").exists()

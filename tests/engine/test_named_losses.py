@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from steelyard.engine import LocalServiceClient, LocalTrainingClient
+from steelyard.composition.named_losses import find_loss, loss_names
+from steelyard.engine import LocalServiceClient, LocalTrainingClient, trainer
+from steelyard.engine.datum_tensors import DatumTensors
 from steelyard.errors import InputError
 from tests.composition.test_named_losses import ADVANTAGES, CASES, TIGHT
 
@@ -40,7 +42,7 @@ def test_the_loss_of_a_call_is_the_sum_over_its_tokens(
         output = call([one], name, config).result()
         (now,) = logprobs(output)
         rows = zip(now.tolist(), old, ADVANTAGES, strict=True)
-        expected = [fn(lp, before, advantage, 0.0, **settings) for lp, before, advantage in rows]
+        expected = [fn(lp, before, advantage, 1.0, **settings) for lp, before, advantage in rows]
         (found,) = output.loss_fn_outputs
         np.testing.assert_allclose(found["elementwise_loss"].to_numpy(), expected, rtol=1e-5)
         assert output.metrics["loss:sum"] == pytest.approx(sum(expected), rel=1e-5)
@@ -123,3 +125,24 @@ def test_a_bad_loss_leaves_the_client_unchanged(
         with pytest.raises(InputError):
             call([sampled(trained)], name, config)
     assert same(trained.gradients(), before)
+
+
+@pytest.mark.parametrize("name", loss_names())
+def test_a_datum_has_the_same_bits_alone_and_beside_others(name: str) -> None:
+    loss, settings = find_loss(name, None)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    rows = [-draw(length).exp() for length in (3, 17, 1, 40, 8)] + [-draw(5, 3).exp()]
+    examples = [
+        DatumTensors(torch.zeros(len(row)), row, {field: draw(*row.shape) for field in loss.fields})
+        for row in rows
+    ]
+    together = zip(*trainer._loss_and_gradients(rows, examples, loss, settings), strict=True)
+    for row, example, (values, gradient) in zip(rows, examples, together, strict=True):
+        leaf = row.clone().requires_grad_()
+        alone = loss.elementwise(leaf, example.inputs, settings)
+        assert torch.equal(values, alone.detach())
+        assert torch.equal(gradient, torch.autograd.grad(alone.sum(), leaf)[0])

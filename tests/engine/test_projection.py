@@ -18,7 +18,7 @@ from steelyard.engine.datum_tensors import read_examples
 from steelyard.engine.forward import OutputGradients
 from steelyard.errors import InputError, TermError
 from steelyard.penalties.from_logits import Projection, compose_logits, entropy
-from steelyard.penalties.from_logits import _projection_inputs as projected
+from steelyard.penalties.from_logits import projection as projected
 from steelyard.regularizers import Entropy
 from tests.seeing import Seen
 
@@ -308,7 +308,7 @@ def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:
             client.open_pass([datum([1, 2, 3])], ("projection",))
         client.open_pass([datum([1, 2, 3])], ("logits",))
         assert same(client.gradients(), before)
-        assert client.gives == ("hidden_states", "logits", "parameters")
+        assert client.gives == ("hidden_states", "logits", "parameters", "reference_logits")
         entropy_term = RegularizerSpec(Entropy(), 0.1, "entropy")  # on fixed data
         fixed = [datum([1, 2, 3])]
         output = regularize(client, [entropy_term]).forward_backward(fixed, "cross_entropy")

@@ -24,7 +24,7 @@ from steelyard.engine import (
 from steelyard.engine import sampler as sampler_module
 from steelyard.errors import ModelError
 
-from .data import PROMPT, datum, distributions, logprobs, net, prompt, sample
+from .data import PROMPT, datum, distributions, logprobs, prompt, sample
 
 
 def test_temperature_0_takes_the_likeliest_tokens(
@@ -336,7 +336,7 @@ def watched(client: Any) -> Iterator[list[tuple[int, int]]]:
     # Before watching: the passes that find out about the model.
     assert client._worker.model.supports_padding
     assert client._worker.model.cache_bytes > 0
-    hook = net(client).register_forward_pre_hook(watch, with_kwargs=True)
+    hook = client._worker.model._base.register_forward_pre_hook(watch, with_kwargs=True)
     yield shapes
     hook.remove()
 
@@ -458,7 +458,7 @@ def test_a_failing_pass_fails_its_batch_and_not_the_next(exact: LocalServiceClie
     def fail(*_: Any) -> None:
         raise MemoryError("mine")
 
-    hook = net(sampling).register_forward_pre_hook(fail)
+    hook = sampling._worker.model._base.register_forward_pre_hook(fail)
     gate = threading.Event()
     sampling._worker.submit(gate.wait)
     futures = [sampling.sample(*request) for request in requests]

@@ -11,9 +11,8 @@ from tinker import types
 from torch import Tensor
 
 from steelyard.engine import LocalServiceClient, LocalTrainingClient, trainer
-from steelyard.engine.forward import OutputGradients
-from steelyard.engine.term_gradients import backward_each
-from steelyard.gradients import mapped
+from steelyard.engine.forward import OutputGradients, backward_each
+from steelyard.gradients.layout import mapped
 
 from .data import LENGTHS, create, ragged, train
 

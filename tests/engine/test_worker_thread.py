@@ -14,9 +14,10 @@ import pytest
 import torch
 from tinker import types
 
-from steelyard.engine import LocalServiceClient, LocalTrainingClient, find_model
+from steelyard.engine import LocalServiceClient, LocalTrainingClient
 from steelyard.engine.adapter import LoraSettings
 from steelyard.engine.model import Model
+from steelyard.engine.model_sources import find_model
 from steelyard.engine.worker_thread import Arrivals, WorkerThread, completed
 from steelyard.errors import ClosedError
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from steelyard.execution import Workers
+from steelyard.execution.workers import Workers
 
-from .lanes import LANES
+from .every_executor import EXECUTORS
 
 
 @pytest.fixture(scope="module")
@@ -15,8 +15,8 @@ def workers() -> Iterator[Workers]:
         yield workers
 
 
-@pytest.fixture(params=LANES)
-def lane(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=EXECUTORS)
+def executor(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     if found == "ray":
         request.getfixturevalue("ray_driver")

@@ -9,9 +9,10 @@ from queue import SimpleQueue
 import pytest
 
 from steelyard.errors import TermTimeoutError
-from steelyard.execution import Batch, Cancelled, Executor, Ticket, Workers
+from steelyard.execution.executor import Batch, Cancelled, Executor, Ticket
+from steelyard.execution.workers import Workers
 
-from .lanes import double, hang, run, ticket
+from .every_executor import double, hang, run, ticket
 
 
 def test_the_timeout_counts_from_the_start_not_from_the_queue(workers: Workers) -> None:
@@ -21,7 +22,7 @@ def test_the_timeout_counts_from_the_start_not_from_the_queue(workers: Workers) 
     assert second.result() == 2
 
 
-def test_a_lane_is_no_wider_than_it_may_be(workers: Workers) -> None:
+def test_a_executor_is_no_wider_than_it_may_be(workers: Workers) -> None:
     lock, full = threading.Lock(), threading.Barrier(3)
     now, most = 0, 0
 
@@ -41,8 +42,8 @@ def test_a_lane_is_no_wider_than_it_may_be(workers: Workers) -> None:
 
 
 def test_in_turn_is_one_at_a_time_in_order(workers: Workers) -> None:
-    lanes: list[str] = ["thread", "async", "thread"]
-    tickets = [ticket(lane, double, i) for i, lane in enumerate(lanes)]
+    executors: list[str] = ["thread", "async", "thread"]
+    tickets = [ticket(executor, double, i) for i, executor in enumerate(executors)]
     assert run(workers, tickets, in_turn=True) == tickets
     for before, after in itertools.pairwise(tickets):
         assert before.ended is not None
@@ -50,9 +51,9 @@ def test_in_turn_is_one_at_a_time_in_order(workers: Workers) -> None:
         assert before.ended <= after.started
 
 
-def test_leaving_the_block_calls_off_the_rest(workers: Workers, lane: str) -> None:
-    running, queued = (Ticket(name, lane, hang(lane), (), 300.0) for name in ("r", "q"))
-    quick = ticket(lane, double, 1)
+def test_leaving_the_block_calls_off_the_rest(workers: Workers, executor: str) -> None:
+    running, queued = (Ticket(name, executor, hang(executor), (), 300.0) for name in ("r", "q"))
+    quick = ticket(executor, double, 1)
     with Batch([quick, running, queued], workers.executors, 2) as batch:
         next(iter(batch.settled()))
     for t in (running, queued):
@@ -70,9 +71,9 @@ def test_another_thread_can_interrupt_the_wait(workers: Workers) -> None:
             list(batch.settled())
 
 
-def test_starts_are_told_in_the_waiting_thread(workers: Workers, lane: str) -> None:
+def test_starts_are_told_in_the_waiting_thread(workers: Workers, executor: str) -> None:
     told: list[tuple[str, threading.Thread]] = []
-    tickets = [ticket(lane, double, i) for i in range(3)]
+    tickets = [ticket(executor, double, i) for i in range(3)]
     run(workers, tickets, on_start=lambda t: told.append((t.term, threading.current_thread())))
     assert told == [("double", threading.current_thread())] * 3
 
@@ -108,7 +109,7 @@ def test_an_interrupt_while_tickets_start_calls_off_those_that_run() -> None:
             t.result()
 
 
-def test_a_lane_may_have_a_width_of_its_own(workers: Workers) -> None:
+def test_a_executor_may_have_a_width_of_its_own(workers: Workers) -> None:
     lock, now, most = threading.Lock(), [0], [0]
 
     async def work() -> None:

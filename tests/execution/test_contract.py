@@ -1,4 +1,4 @@
-"""What every lane must do, whatever it runs on."""
+"""What every executor must do, whatever it runs on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import time
 import pytest
 
 from steelyard.errors import TermTimeoutError
-from steelyard.execution import Ticket, Workers
+from steelyard.execution.executor import Ticket
+from steelyard.execution.workers import Workers
 
-from .lanes import double, hang, run, ticket
+from .every_executor import double, hang, run, ticket
 
 
 def fail(x: int) -> int:
@@ -21,8 +22,8 @@ def leave() -> None:
     raise SystemExit(3)
 
 
-def test_every_ticket_is_settled_once_with_its_own_result(workers: Workers, lane: str) -> None:
-    tickets = [ticket(lane, double, i) for i in range(12)]
+def test_every_ticket_is_settled_once_with_its_own_result(workers: Workers, executor: str) -> None:
+    tickets = [ticket(executor, double, i) for i in range(12)]
     settled = run(workers, tickets)
     assert sorted(map(id, settled)) == sorted(map(id, tickets))
     assert [t.result() for t in tickets] == [2 * i for i in range(12)]
@@ -30,26 +31,26 @@ def test_every_ticket_is_settled_once_with_its_own_result(workers: Workers, lane
     assert not any(t.running for t in tickets)
 
 
-def test_a_failure_concerns_one_ticket(workers: Workers, lane: str) -> None:
-    good, bad, also_good = (ticket(lane, fn, 7) for fn in (double, fail, double))
+def test_a_failure_concerns_one_ticket(workers: Workers, executor: str) -> None:
+    good, bad, also_good = (ticket(executor, fn, 7) for fn in (double, fail, double))
     run(workers, [good, bad, also_good])
     assert (good.result(), also_good.result()) == (14, 14)
     with pytest.raises(KeyError, match="7"):
         bad.result()
 
 
-def test_an_exit_is_a_failure_too(workers: Workers, lane: str) -> None:
-    bad, good = ticket(lane, leave), ticket(lane, double, 1)
+def test_an_exit_is_a_failure_too(workers: Workers, executor: str) -> None:
+    bad, good = ticket(executor, leave), ticket(executor, double, 1)
     run(workers, [bad, good])
     assert good.result() == 2
     with pytest.raises(SystemExit):
         bad.result()
 
 
-def test_a_timeout_concerns_one_ticket_and_names_its_term(workers: Workers, lane: str) -> None:
-    run(workers, [ticket(lane, double, 0)])  # warm
-    slow = Ticket("slow", lane, hang(lane), (), 0.2)
-    good = ticket(lane, double, 4)
+def test_a_timeout_concerns_one_ticket_and_names_its_term(workers: Workers, executor: str) -> None:
+    run(workers, [ticket(executor, double, 0)])  # warm
+    slow = Ticket("slow", executor, hang(executor), (), 0.2)
+    good = ticket(executor, double, 4)
     began = time.monotonic()
     run(workers, [slow, good])
     assert time.monotonic() - began < 50.0  # idle it is 0.5; it would end by itself after 60
@@ -58,7 +59,7 @@ def test_a_timeout_concerns_one_ticket_and_names_its_term(workers: Workers, lane
         slow.result()
     assert caught.value.term == "slow"
     # A thread cannot be stopped; a coroutine and a process can.
-    assert slow.running == (lane == "thread")
+    assert slow.running == (executor == "thread")
 
 
 def test_coroutines_are_not_limited(workers: Workers) -> None:

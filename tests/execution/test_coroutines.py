@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from steelyard.errors import TermTimeoutError
-from steelyard.execution import Batch, Ticket, Workers
+from steelyard.execution.executor import Batch, Ticket
+from steelyard.execution.workers import Workers
 
 from .tickets import run
 

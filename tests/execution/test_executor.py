@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from steelyard.errors import TermTimeoutError
-from steelyard.execution import Batch, Executor, Ticket, Workers
+from steelyard.execution.executor import Batch, Executor, Ticket
+from steelyard.execution.workers import Workers
 
 
 class Waiting(Executor):
@@ -60,7 +61,7 @@ def run(workers: Workers, tickets: list[Ticket], width: int, **options: Any) -> 
         return list(batch.settled())
 
 
-def test_tickets_run_where_their_lane_says() -> None:
+def test_tickets_run_where_their_executor_says() -> None:
     mine = Waiting(1, limited=True)
     with Workers(processes=1) as workers:
         workers._executors["mine"] = mine

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from steelyard.errors import ClosedError, TermTimeoutError, UnpicklableError, WorkerDiedError
-from steelyard.execution import Batch, Ticket, Workers, check_picklable
-from steelyard.execution.processes import ProcessExecutor
+from steelyard.execution.executor import Batch, Ticket
+from steelyard.execution.processes import ProcessExecutor, check_picklable
+from steelyard.execution.workers import Workers
 
 from .tickets import ended, job, memory_files, run, wait_until
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.errors import InputError
-from steelyard.execution.ray_connection import RayConnection, lacking
+from steelyard.execution.ray_tasks import RayConnection, lacking
 from tests.ray_cluster import ENVIRONMENT, RayCluster
 
 from .tickets import ended, wait_until
@@ -178,20 +178,20 @@ def test_the_ray_client_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "expected"),
+    ("resources", "expected"),
     [
         ({}, None),
         ({"num_cpus": 0}, None),
         ({"num_cpus": 4, "num_gpus": 1}, None),
-        ({"num_cpus": 2, "resources": {"judge": 1}}, None),
+        ({"num_cpus": 2, "judge": 1}, None),
         ({"num_cpus": 5}, "CPU 5; the nodes have CPU 2 | CPU 4, GPU 1"),
         (  # each is somewhere, and no node has both
-            {"num_gpus": 0.5, "resources": {"judge": 1}},
+            {"num_gpus": 0.5, "judge": 1},
             "CPU 1, GPU 0.5, judge 1; the nodes have CPU 2, judge 2 | CPU 4, GPU 1",
         ),
     ],
 )
-def test_one_node_must_have_all_resources(placement: dict[str, float], expected: str) -> None:
+def test_one_node_must_have_all_resources(resources: dict[str, float], expected: str) -> None:
     nodes = [{"CPU": 2.0, "judge": 2.0, "memory": 1e9}, {"CPU": 4.0, "GPU": 1.0}]
-    assert lacking(placement, nodes) == expected
-    assert lacking(placement, []) is not None
+    assert lacking(resources, nodes) == expected
+    assert lacking(resources, []) is not None

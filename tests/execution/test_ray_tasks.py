@@ -23,13 +23,14 @@ from steelyard.errors import (
     UnpicklableError,
     WorkerDiedError,
 )
-from steelyard.execution import Batch, Ticket, Workers
-from steelyard.execution.ray_connection import nodes
+from steelyard.execution.executor import Batch, Ticket
+from steelyard.execution.ray_tasks import nodes
+from steelyard.execution.workers import Workers
 from tests.ray_cluster import RayCluster
 
 from .tickets import ended, run, wait_until
 
-OTHER = {"resources": {"other": 1}}
+OTHER = {"other": 1}
 pytestmark = pytest.mark.usefixtures("ray_driver")
 
 
@@ -59,6 +60,11 @@ def tell_and_wait(folder: Path, name: str = "pid") -> int:
     return os.getpid()
 
 
+def started(file: Path) -> bool:
+    """Whether a task has written its process id to a file."""
+    return file.exists() and file.read_text().endswith("\n")
+
+
 def tell_and_die(folder: Path) -> None:
     with (folder / "tries").open("a") as file:
         file.write("x")
@@ -71,7 +77,7 @@ def test_a_timeout_kills_the_process_of_one_task(workers: Workers, tmp_path: Pat
         slow, neighbour = job(tell_and_wait, tmp_path, timeout=timeout), job(me)
         run(workers, slow, neighbour)
         assert neighbour.result() > 0
-        if (tmp_path / "pid").exists():
+        if started(tmp_path / "pid"):
             break
     with pytest.raises(TermTimeoutError, match=rf"'tell_and_wait' must end within {timeout:g} s"):
         slow.result()
@@ -81,9 +87,9 @@ def test_a_timeout_kills_the_process_of_one_task(workers: Workers, tmp_path: Pat
 
 
 def test_a_timeout_counts_from_the_start_of_the_task(workers: Workers, tmp_path: Path) -> None:
-    whole = {"resources": {"other": 4}}
-    first = job(tell_and_wait, tmp_path, placement=whole)
-    queued = job(me, timeout=2.0, placement=whole)
+    whole = {"other": 4}
+    first = job(tell_and_wait, tmp_path, resources=whole)
+    queued = job(me, timeout=2.0, resources=whole)
     threading.Timer(4.0, (tmp_path / "go").touch).start()  # beyond the timeout of the queued one
     run(workers, first, queued)
     assert queued.result() > 0
@@ -108,10 +114,10 @@ def test_a_node_that_dies_takes_its_tasks_along_alone(
     workers: Workers, ray_driver: RayCluster, tmp_path: Path
 ) -> None:
     node = ray_driver.add_node(num_cpus=1, resources={"doomed": 1})
-    lost = job(tell_and_wait, tmp_path, placement={"resources": {"doomed": 1}})
-    neighbour = job(tell_and_wait, tmp_path, "neighbour", placement=OTHER)
+    lost = job(tell_and_wait, tmp_path, resources={"doomed": 1})
+    neighbour = job(tell_and_wait, tmp_path, "neighbour", resources=OTHER)
     with Batch([lost, neighbour], workers.executors, 2) as batch:
-        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "neighbour").exists())
+        wait_until(lambda: all(started(tmp_path / name) for name in ("pid", "neighbour")))
         ray_driver.kill_node(node)
         settled = batch.settled()
         assert next(settled) is lost
@@ -124,22 +130,22 @@ def test_a_node_that_dies_takes_its_tasks_along_alone(
 
 
 def test_resources_that_no_node_has_are_an_error_that_names_them(workers: Workers) -> None:
-    greedy = job(me, placement={"num_gpus": 1, "num_cpus": 2})
-    scattered = job(me, placement={"num_cpus": 3})  # both nodes together have 4
+    greedy = job(me, resources={"num_gpus": 1, "num_cpus": 2})
+    scattered = job(me, resources={"num_cpus": 3})  # both nodes together have 4
     run(workers, greedy, scattered)
     with pytest.raises(PlacementError) as caught:
         greedy.result()
     assert caught.value.term == "me"
     assert str(caught.value).startswith(
         "one node of the Ray cluster must have all that regularizer 'me' asks for, and none does: "
-        "CPU 2, GPU 1; the nodes have CPU 2 | CPU 2. Ask for less in its options"
+        "CPU 2, GPU 1; the nodes have CPU 2 | CPU 2. Ask for less in its resources"
     )
     with pytest.raises(PlacementError, match=r"CPU 3; the nodes have CPU 2 \| CPU 2"):
         scattered.result()
 
 
-def test_a_placement_chooses_the_node(workers: Workers) -> None:
-    elsewhere = [job(my_node, placement=OTHER) for _ in range(3)]
+def test_resources_choose_the_node(workers: Workers) -> None:
+    elsewhere = [job(my_node, resources=OTHER) for _ in range(3)]
     run(workers, *elsewhere)
     (there,) = {ticket.result() for ticket in elsewhere}
     assert there != my_node()
@@ -148,8 +154,8 @@ def test_a_placement_chooses_the_node(workers: Workers) -> None:
 def test_a_runtime_env_reaches_the_task(workers: Workers) -> None:
     environment = {"runtime_env": {"env_vars": {"JUDGE": "strict"}}}
     reading, bad = (
-        job(variable, "JUDGE", placement=environment),
-        job(me, placement={"runtime_env": {"working_dir": "/no/such/folder"}}),
+        job(variable, "JUDGE", resources=environment),
+        job(me, resources={"runtime_env": {"working_dir": "/no/such/folder"}}),
     )
     run(workers, reading, bad)
     assert reading.result() == "strict"
@@ -188,7 +194,7 @@ def test_closing_kills_running_tasks_and_leaves_the_users_cluster(tmp_path: Path
     workers = Workers(processes=1)
     busy = job(tell_and_wait, tmp_path)
     with Batch([busy], workers.executors, 2):
-        wait_until((tmp_path / "pid").exists)
+        wait_until(lambda: started(tmp_path / "pid"))
         workers.close()
         workers.close()
         with pytest.raises(ClosedError, match="closed while a term ran"):
@@ -201,14 +207,14 @@ def test_closing_kills_running_tasks_and_leaves_the_users_cluster(tmp_path: Path
 def test_a_cancelled_task_is_killed_and_a_queued_one_never_starts(
     workers: Workers, tmp_path: Path
 ) -> None:
-    whole = {"resources": {"other": 4}}
-    running = job(tell_and_wait, tmp_path, placement=whole)
-    queued = job(tell_and_wait, tmp_path, "queued", placement=whole)
+    whole = {"other": 4}
+    running = job(tell_and_wait, tmp_path, resources=whole)
+    queued = job(tell_and_wait, tmp_path, "queued", resources=whole)
     with Batch([running, queued], workers.executors, 2):
-        wait_until((tmp_path / "pid").exists)
+        wait_until(lambda: started(tmp_path / "pid"))
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: ended(pid))
-    after = job(me, placement=whole)
+    after = job(me, resources=whole)
     run(workers, after)
     assert after.result() > 0
     assert not (tmp_path / "queued").exists()
@@ -263,7 +269,9 @@ def puts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_terms_over_one_batch_send_it_once_and_free_it(monkeypatch: pytest.MonkeyPatch) -> None:
     data, logprobs = inputs()
     specs = [
-        RegularizerSpec(squares, 0.5, f"t{i}", run_in="ray", options={"scale": i, "num_cpus": 0.5})
+        RegularizerSpec(
+            squares, 0.5, f"t{i}", run_in="ray", options={"scale": i}, resources={"num_cpus": 0.5}
+        )
         for i in range(8)
     ]
     inline = [RegularizerSpec(squares, 0.5, f"t{i}", options={"scale": i}) for i in range(8)]
@@ -317,13 +325,13 @@ def never_started(_: Any, __: Any) -> float:
 
 def test_a_term_that_fails_on_ray_is_skipped_or_raised_as_anywhere() -> None:
     data, logprobs = [{"image": np.ones(3)}], [torch.ones(3)]
-    options = {"resources": {"unicorn": 1}}
+    resources = {"unicorn": 1}
     spec = RegularizerSpec(
-        never_started, 1.0, "t", run_in="ray", on_error="skip", options=options, gradient="none"
+        never_started, 1.0, "t", run_in="ray", on_error="skip", resources=resources, gradient="none"
     )
     output = Pipeline(base, [spec]).compute(data, logprobs)
     assert output.skipped["t"].startswith("PlacementError: one node of the Ray cluster")
     assert "unicorn 1; the nodes have CPU 2 | CPU 2." in output.skipped["t"]
-    failing = RegularizerSpec(squares, 1.0, "t", run_in="ray", options={"num_cpus": 1})
+    failing = RegularizerSpec(squares, 1.0, "t", run_in="ray", resources={"num_cpus": 1})
     with pytest.raises(TermError, match=r"'t'.*KeyError"):
         Pipeline(base, [failing]).compute([{}], logprobs)

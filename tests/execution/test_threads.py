@@ -6,8 +6,9 @@ import threading
 import pytest
 import torch
 
-from steelyard.execution import Ticket, Workers
-from steelyard.execution.threads import ThreadExecutor
+from steelyard.execution.executor import Ticket
+from steelyard.execution.threads_and_coroutines import ThreadExecutor
+from steelyard.execution.workers import Workers
 
 from .tickets import run, wait_until
 

@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
-from steelyard.execution import Ticket, Workers
-from steelyard.execution.turns import Turn, current_turn
+from steelyard.execution.executor import Ticket
+from steelyard.execution.random_state import Turn, current_turn
+from steelyard.execution.workers import Workers
 
 from .tickets import run, wait_until
 
@@ -142,16 +143,18 @@ def test_the_timeout_of_a_ticket_counts_from_its_turn() -> None:
     assert [ticket.error for ticket in tickets] == [None, None]
 
 
-@pytest.mark.parametrize("lane", ["thread", "async"])
-def test_a_ticket_that_is_cancelled_while_it_waits_never_starts(lane: str) -> None:
+@pytest.mark.parametrize("executor", ["thread", "async"])
+def test_a_ticket_that_is_cancelled_while_it_waits_never_starts(executor: str) -> None:
     first, began = held(), threading.Event()
 
     async def begin() -> None:
         began.set()
 
     with Workers() as workers:
-        ticket = Ticket("t", lane, began.set if lane == "thread" else begin, (), turn=Turn())
-        workers.executors[lane].submit(ticket)
+        ticket = Ticket(
+            "t", executor, began.set if executor == "thread" else begin, (), turn=Turn()
+        )
+        workers.executors[executor].submit(ticket)
         ticket.cancel()
         first.end()
         check_free()

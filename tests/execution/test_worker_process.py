@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from steelyard.errors import UnpicklableError
-from steelyard.execution import Workers, worker_process
+from steelyard.execution import worker_process
 from steelyard.execution.transport import pack, unpack
+from steelyard.execution.workers import Workers
 
 from .tickets import ended, job, run, wait_until
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from steelyard.errors import ClosedError, MissingExtraError, SpecError
-from steelyard.execution import Workers, default_workers
+from steelyard.execution.workers import Workers, default_workers
 
 
 @pytest.mark.parametrize("processes", [0, -1, 1.5, True, "2"])

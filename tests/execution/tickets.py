@@ -9,7 +9,8 @@ from typing import Any
 
 import psutil
 
-from steelyard.execution import Batch, Ticket, Workers
+from steelyard.execution.executor import Batch, Ticket
+from steelyard.execution.workers import Workers
 
 
 def run(workers: Workers, *tickets: Ticket, width: int = 2) -> None:

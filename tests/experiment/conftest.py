@@ -9,9 +9,9 @@ import pytest
 
 from steelyard.engine.tiny import tokenizer
 from steelyard.experiment import RunFolder, read_config
-from steelyard.experiment.backend import Backend, open_backend
-from steelyard.experiment.config import ModelConfig
-from steelyard.experiment.encoding import Encoder
+from steelyard.experiment.config.schema import ModelConfig
+from steelyard.experiment.data.encoding import Encoder
+from steelyard.experiment.model.backend import Backend, open_backend
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"

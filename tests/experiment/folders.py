@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec, schedules
-from steelyard.experiment.step_metrics import skip_reasons
-from steelyard.experiment.training_steps import space_metrics
+from steelyard.output.step_metrics import skip_reasons, space_metrics
 
 DATA = [{"bad": 0.0}, {"bad": 1.0}, {"bad": 0.0}, {"bad": 0.0}]
 START = 1_790_000_000.0

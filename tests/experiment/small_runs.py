@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from steelyard.doctor import Finding
 from steelyard.experiment import Config, read_config
 
 L2 = {"use": "l2", "name": "l2", "weight": 0.1}
@@ -38,6 +39,8 @@ class Recorder:
         self.messages: list[str] = []
         self.steps: list[dict[str, Any]] = []
         self.counts: list[tuple[int, int]] = []  # number of the step, and of all steps
+        self.changed: list[Finding] = []
+        self.lasting: list[Finding] = []
 
     def say(self, text: str) -> None:
         self.messages.append(text)
@@ -45,6 +48,10 @@ class Recorder:
     def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
         self.steps.append(metrics)
         self.counts.append((step, steps))
+
+    def findings(self, changed: Sequence[Finding], lasting: Sequence[Finding]) -> None:
+        self.changed += changed
+        self.lasting = list(lasting)
 
 
 def stop_after(steps: int) -> Callable[[], bool]:
@@ -66,6 +73,19 @@ def drawing(data: Any, logprobs: list[Tensor], *, generator: torch.Generator) ->
 
 def failing(data: Any, logprobs: list[Tensor]) -> Tensor:
     raise RuntimeError("the knowledge base is down")
+
+
+class FailsLate:
+    """A term that fails at step 3, unless there is a file."""
+
+    def __init__(self, unless: str = "") -> None:
+        self._unless, self._calls = unless, 0
+
+    def compute(self, data: Any, logprobs: list[Tensor]) -> Tensor:
+        self._calls += 1  # the first one measures the held-out data
+        if self._calls > 4 and not (self._unless and Path(self._unless).exists()):
+            raise RuntimeError("the service is down")
+        return torch.cat(logprobs).square().mean()
 
 
 def detached(data: Any, logprobs: list[Tensor]) -> float:

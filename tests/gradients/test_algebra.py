@@ -10,19 +10,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from steelyard.errors import NonFiniteError
-from steelyard.gradients import (
-    LogProbs,
+from steelyard.gradients.algebra import (
     Row,
     check_gradient,
     differentiate,
-    flatten,
     gram,
-    leaf_over,
     norm_of,
     norms_and_cosines,
     split_gradient,
     weighted_sum,
 )
+from steelyard.gradients.layout import LogProbs, flatten, leaf_over
 
 ZERO = torch.zeros(4)
 

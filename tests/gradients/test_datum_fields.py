@@ -9,7 +9,7 @@ import tinker
 import torch
 
 from steelyard.errors import InputError
-from steelyard.gradients import (
+from steelyard.gradients.datum_fields import (
     as_tensor,
     counted_tokens,
     loss_fn_input,

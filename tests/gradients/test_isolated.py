@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import GradientError, NonFiniteError
-from steelyard.gradients import IsolatedCall, flatten
-from steelyard.spec import Gradient
+from steelyard.gradients.isolated import IsolatedCall
+from steelyard.gradients.layout import flatten
+from steelyard.spec.regularizer import Gradient
 
 
 def call(fn: Callable[..., Any], gradient: Gradient = "auto", **changes: Any) -> IsolatedCall:

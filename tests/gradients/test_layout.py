@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from steelyard.errors import InputError
-from steelyard.gradients import flatten, leaf_over
+from steelyard.gradients.layout import flatten, leaf_over
 
 
 def test_a_list_of_rows_becomes_one_vector_and_back() -> None:

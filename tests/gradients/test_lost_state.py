@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from steelyard.gradients.lost_state import AttributeRecord
+from steelyard.gradients.isolated import AttributeRecord
 
 
 class Counting:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from steelyard.gradients import fields_of, filled, leaves_of, mapped, tensors_in
+from steelyard.gradients.layout import fields_of, filled, leaves_of, mapped, tensors_in
 
 A, B = torch.tensor([3.0, 0.0]), torch.tensor([[0.0], [4.0]])
 

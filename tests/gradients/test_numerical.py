@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import GradientError
-from steelyard.gradients import check_count, numerical
+from steelyard.gradients import estimators
+from steelyard.gradients.estimators import check_count
 
 
 def f(x: Tensor) -> float:
@@ -21,7 +22,7 @@ def differences(fn: Callable[[Tensor], float], flat: Tensor, start: int, stop: i
     async def value(point: Tensor) -> float:
         return fn(point)
 
-    coroutine = numerical.differences(value, flat, start, stop)
+    coroutine = estimators.differences(value, flat, start, stop)
     with pytest.raises(StopIteration) as stopped:
         coroutine.send(None)
     found: Tensor = stopped.value.value
@@ -82,7 +83,7 @@ def test_several_at_once_give_the_same_numbers_and_overlap(at_once: int, most_wa
         under_way -= 1
         return f(point)
 
-    found = asyncio.run(numerical.differences(slow, x, 0, 3, at_once))
+    found = asyncio.run(estimators.differences(slow, x, 0, 3, at_once))
     assert torch.equal(found, differences(f, x, 0, 3))
     assert most == most_wanted
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from steelyard.errors import GradientError, TermResultError
-from steelyard.gradients import flatten
-from steelyard.gradients.score import read_costs, score_gradient
+from steelyard.gradients.estimators import read_costs, score_gradient
+from steelyard.gradients.layout import flatten
 
 
 def rows(*sizes: int) -> Any:

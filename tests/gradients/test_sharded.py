@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from steelyard.gradients import (
-    gram,
+from steelyard.gradients.algebra import gram
+from steelyard.gradients.sharded import (
     is_sharded,
     local_part,
     part_like,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import steelyard.integrations
-from steelyard import composition
+from steelyard.composition import auxiliary_losses, composite, input_names
 from steelyard.integrations import CompositeLoss, aux_loss, collect_aux, reads, term
 
 
@@ -40,8 +40,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_composite_loss_is_the_one_of_composition() -> None:
-    assert CompositeLoss is composition.CompositeLoss
-    assert (aux_loss, collect_aux) == (composition.aux_loss, composition.collect_aux)
-    assert (reads, term) == (composition.reads, composition.term)
+    assert CompositeLoss is composite.CompositeLoss
+    assert (aux_loss, collect_aux) == (auxiliary_losses.aux_loss, auxiliary_losses.collect_aux)
+    assert (reads, term) == (input_names.reads, input_names.term)
     loss = CompositeLoss(lambda x: x.sum(), [term(lambda x: x.square().sum(), 0.5, "square")])
     assert loss(x=torch.tensor([1.0, 2.0])).item() == 3.0 + 2.5

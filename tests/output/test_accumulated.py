@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from steelyard import BaseLossOutput, CustomLossOutput, Pipeline, RegularizerOutput, RegularizerSpec
-from steelyard.output import accumulated
+from steelyard.output.accumulated import accumulated
 
 LOGPROBS = [torch.tensor([-0.5, -1.0, -2.0]), torch.tensor([-3.0]), torch.tensor([-0.1, -4.0])]
 CALLS = [[0], [1, 2]]
@@ -36,7 +36,7 @@ def outputs(**settings: Any) -> tuple[CustomLossOutput, CustomLossOutput]:
     pipeline = Pipeline(nll, specs, **settings)
     one = pipeline.compute(range(3), LOGPROBS)
     calls = [
-        pipeline.compute(call, [LOGPROBS[i] for i in call], shares=share)
+        pipeline.compute(call, [LOGPROBS[i] for i in call], share=share)
         for call, share in zip(CALLS, SHARES, strict=True)
     ]
     return one, accumulated(calls, SHARES)
@@ -77,7 +77,7 @@ def test_gradients_of_the_calls_are_those_of_one_call() -> None:
     rows = [
         gradient
         for call, share in zip(CALLS, SHARES, strict=True)
-        for gradient in pipeline.compute(call, [LOGPROBS[i] for i in call], shares=share).gradients
+        for gradient in pipeline.compute(call, [LOGPROBS[i] for i in call], share=share).gradients
     ]
     torch.testing.assert_close(rows, one.gradients)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from collections import Counter
 from dataclasses import FrozenInstanceError, replace
@@ -100,6 +101,7 @@ def test_metrics_are_flat_with_the_bases_own_keys_bare() -> None:
         "regularizers/l1/contribution": 0.2,
         "regularizers/l1/grad_norm": 7.0,
         "regularizers/l1/grad_norm_weighted": 0.07,
+        "regularizers/l1/share": 0.07 / 3.07,
         "regularizers/l1/custom/mean": 1.4,
         "regularizers/l1/duration": 0.5,
         "regularizers/kl/value": 0.5,
@@ -115,6 +117,24 @@ def test_metrics_are_flat_with_the_bases_own_keys_bare() -> None:
         "cosines/l1/kl": 0.0,
         "skipped/judge": 1.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("base", "space", "shares"),
+    [
+        (3.0, "logprobs", {"l1": 0.07 / 3.27, "kl": 0.2 / 3.27}),
+        (3.0, "logits", {"l1": 0.07 / 3.07}),
+        (None, "logprobs", {}),
+        (math.inf, "logprobs", {}),
+    ],
+)
+def test_shares_are_of_the_norms_in_the_space_of_the_base_loss(
+    base: float | None, space: str, shares: dict[str, float]
+) -> None:
+    terms = {**TRACKED.regularizers, "kl": replace(TRACKED.regularizers["kl"], grad_space=space)}
+    output = replace(TRACKED, base_loss=BaseLossOutput(2.5, base), regularizers=terms)
+    found = {key.split("/")[1]: v for key, v in output.metrics.items() if key.endswith("/share")}
+    assert found == pytest.approx(shares)
 
 
 def test_metrics_of_steps_add_up_to_how_often_a_term_was_skipped() -> None:
@@ -235,14 +255,10 @@ def test_metrics_hold_only_numbers_that_are_in_the_mapping(output: CustomLossOut
     known, metrics = leaves(output.to_dict()), output.metrics
     skipped = {name: metrics.pop(f"skipped/{name}") for name in output.skipped}
     assert skipped == dict.fromkeys(output.skipped, 1.0)
+    shares = [metrics.pop(f"regularizers/{name}/share", 0.0) for name in output.regularizers]
+    assert sum(shares) <= 1 + 1e-12
     assert all(value in known for value in metrics.values())
     assert set(output.base_loss.custom) <= set(output.metrics)
     assert output.metrics["regularizer_total"] == output.regularizer_total
     for name, term in output.regularizers.items():
         assert output.metrics[f"regularizers/{name}/contribution"] == term.contribution
-
-
-def test_the_old_name_of_the_extra_gradients_works() -> None:
-    output = CustomLossOutput(1.0, BaseLossOutput(1.0), extra_gradients={"logits": [2.0]})
-    with pytest.warns(DeprecationWarning, match="use extra_gradients"):
-        assert output.beyond == {"logits": [2.0]}

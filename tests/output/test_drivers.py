@@ -14,7 +14,7 @@ from torch import Tensor
 
 from steelyard import CustomLossOutput, Pipeline, RegularizerSpec, compute
 from steelyard.errors import InputError
-from steelyard.output import Driver, TokenShare
+from steelyard.output.custom_loss import Driver, TokenShare
 
 ROWS = [torch.tensor([-1.0, -2.0]), torch.tensor([-4.0, -0.5, -8.0]), torch.tensor([-3.0])]
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from steelyard import BaseLossOutput, CustomLossOutput, Pipeline, RegularizerSpec
 from steelyard.errors import InputError
-from steelyard.output import Accumulation, accumulated
+from steelyard.output.accumulated import Accumulation, accumulated
 from steelyard.penalties.from_logits import Projection
 
 CLOSE = 1e-6
@@ -103,7 +103,7 @@ def calls_of(specs: Sequence[RegularizerSpec], **options: Any) -> tuple[Any, Any
         data = range(rows.start, rows.stop)
         extra = {key: fn(rows) for key, fn in options.items()}
         given = inputs_of(rows)
-        outputs.append(pipeline.compute(data, logprobs, 0, given=given, shares=share, **extra))
+        outputs.append(pipeline.compute(data, logprobs, 0, given=given, share=share, **extra))
         shares.append(share)
     return outputs, shares
 
@@ -132,7 +132,7 @@ def rows_by_hand(names: Sequence[str], space: str) -> dict[str, Tensor]:
     return found
 
 
-def to_parameters(rows: slice) -> Callable[..., Any]:
+def parameter_gradients(rows: slice) -> Callable[..., Any]:
     """The gradient of a, from that of the log-probs and of the parameters themselves."""
 
     def gradients(terms: Sequence[tuple[Sequence[Tensor], Mapping[str, Any]]]) -> Any:
@@ -199,7 +199,7 @@ def test_a_bound_on_a_term_over_parameters_and_logits() -> None:
 
 def test_all_terms_with_respect_to_the_parameters() -> None:
     specs = [spec for spec in SPECS if not {"logits", "projection"} & set(spec.needs)]
-    calls, shares = calls_of(specs, to_parameters=to_parameters)
+    calls, shares = calls_of(specs, parameter_gradients=parameter_gradients)
     step = accumulated(calls, shares)
     rows = rows_by_hand(["base", *(str(spec.name) for spec in specs)], "parameters")
     check(step, rows, calls, shares)
@@ -220,7 +220,7 @@ def test_gradients_are_kept_for_calls_with_shares_alone() -> None:
     given = inputs_of(CALLS[0])
     one = pipeline.compute(range(3), logprobs, 0, given=given)
     assert one.parameter_gradients is None
-    several = pipeline.compute(range(3), logprobs, 0, given=given, shares={})
+    several = pipeline.compute(range(3), logprobs, 0, given=given, share={})
     assert several.parameter_gradients is not None
     assert list(several.parameter_gradients) == ["decay"]
     assert pickle.loads(pickle.dumps(several)).parameter_gradients is None
@@ -242,14 +242,14 @@ def test_norms_that_cannot_be_known_are_refused(lost: str) -> None:
         last = pickle.loads(pickle.dumps(last))
     else:
         last = CustomLossOutput.from_dict(json.loads(last.to_json()))
-    message = r"an output has no parameter_gradients of 'decay': pass shares to each call"
+    message = r"an output has no parameter_gradients of 'decay': pass share= to each call"
     with pytest.raises(InputError, match=message):
         accumulated([*calls[:-1], last], shares)
 
 
 def test_a_single_call_needs_no_gradients() -> None:
     specs = [TERMS["mean"], TERMS["decay"], TERMS["least"]]
-    calls, _ = calls_of(specs, to_parameters=to_parameters)
+    calls, _ = calls_of(specs, parameter_gradients=parameter_gradients)
     written = CustomLossOutput.from_dict(calls[0].to_dict())
     step = accumulated([written], [{}])
     assert step.total_grad_norm == written.total_grad_norm
@@ -293,7 +293,7 @@ def test_the_total_of_parameters_in_a_list() -> None:
 
 
 def test_the_calls_of_a_step_are_released() -> None:
-    calls, shares = calls_of([TERMS["decay"]], to_parameters=to_parameters)
+    calls, shares = calls_of([TERMS["decay"]], parameter_gradients=parameter_gradients)
     step = Accumulation()
     for output, share in zip(calls, shares, strict=True):
         step.add(output, share)

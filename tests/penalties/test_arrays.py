@@ -121,12 +121,12 @@ def test_tracers_are_found_inside_jit() -> None:
     seen: list[bool] = []
 
     def record(x: Any) -> Any:
-        seen.append(_arrays.is_traced(x))
+        seen.append(_arrays.is_jax_tracer(x))
         return x
 
     jax.jit(record)(JAX.array([1.0]))
     assert seen == [True]
-    assert not any(_arrays.is_traced(each.array([1.0])) for each in (NUMPY, TORCH, JAX))
+    assert not any(_arrays.is_jax_tracer(each.array([1.0])) for each in (NUMPY, TORCH, JAX))
 
 
 def test_absolute_has_gradient_zero_at_zero(autodiff: Backend) -> None:
@@ -195,7 +195,7 @@ def test_logaddexp(backend: Backend) -> None:
 
 def test_gram_and_identity(backend: Backend) -> None:
     x = backend.array([[3.0, 4.0], [1.0, 0.0]], "float32")
-    products = _arrays.gram(xp_of(x), x)
+    products = _arrays.gram_of_rows(xp_of(x), x)
     np.testing.assert_array_equal(backend.numpy(products), [[25, 3], [3, 1]])
     unit = _arrays.identity(xp_of(x), products)
     assert backend.dtype(unit) == "float32"

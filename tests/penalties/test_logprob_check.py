@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from steelyard.penalties import consistency, entropy, js_divergence, kl_divergence
-from steelyard.penalties._logprob_check import warn_above_zero
+from steelyard.penalties._checks import warn_above_zero
 
 PROBABILITIES = [[0.25, 0.75]]
 LOGPROBS = np.log(PROBABILITIES)

@@ -11,7 +11,7 @@ import pytest
 from steelyard import register
 from steelyard.errors import InputError
 from steelyard.penalties import PenaltyPipeline, entropy, kl_divergence, l1
-from steelyard.penalties._penalty_term import PenaltyTerm, build_term, term_from
+from steelyard.penalties._pipeline_terms import PenaltyTerm, build_term, term_from
 from steelyard.spec import registry
 
 from .backends import TORCH, Backend

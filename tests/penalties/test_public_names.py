@@ -24,7 +24,7 @@ def test_public_names() -> None:
         "output_magnitude_penalty",
         "validate",
     }
-    modules = {"constraints", "divergences", "finite_check", "gradient_penalties"}
+    modules = {"constraints", "divergences", "gradient_penalties"}
     modules |= {"pipeline", "primitives"}
     # `from_logits` is an attribute only after it was imported.
     public = {name for name in vars(penalties) if not name.startswith("_")} - {"from_logits"}

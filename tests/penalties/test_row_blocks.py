@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from steelyard.penalties import _row_blocks, consistency, entropy, js_divergence, kl_divergence
+from steelyard.penalties import _reduction, consistency, entropy, js_divergence, kl_divergence
 
 from .backends import TORCH
 
@@ -32,7 +32,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.extend(tuple(result.shape) for result in results)
         return join(results)
 
-    monkeypatch.setattr(_row_blocks, "ELEMENTS", 8)
+    monkeypatch.setattr(_reduction, "ELEMENTS", 8)
     monkeypatch.setattr(torch, "cat", recording_cat)
     return shapes
 
@@ -71,5 +71,5 @@ def test_other_axes_and_small_tensors_are_not_split(small_blocks: list[Any]) -> 
 
 
 def test_a_row_longer_than_a_block() -> None:
-    x = torch.zeros(2, 2 * _row_blocks.ELEMENTS)
+    x = torch.zeros(2, 2 * _reduction.ELEMENTS)
     torch.testing.assert_close(entropy(x, temperature=2.0), torch.tensor(2.0 * 2**20).log())

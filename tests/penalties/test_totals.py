@@ -13,8 +13,7 @@ import torch
 from steelyard import schedules
 from steelyard.errors import GradientError, InputError
 from steelyard.penalties import PenaltyPipeline, kl_divergence
-from steelyard.penalties._penalty_term import build_term
-from steelyard.penalties._totals import values_and_norms, weighted_sum
+from steelyard.penalties._pipeline_terms import build_term, total_of, values_and_norms
 
 from .backends import JAX, NUMPY, TORCH, Backend
 from .pipeline_inputs import TEACHER, WARMUP, X, views
@@ -205,7 +204,7 @@ def test_a_weighted_sum_accumulates_in_float32(backend: Backend) -> None:
     """256 + 8 · 0.5 is 260 in float32; each step is lost in bfloat16, whose spacing there is 2."""
     values = {"large": backend.array(256.0, "bfloat16")}
     values |= {str(i): backend.array(0.5, "bfloat16") for i in range(8)}
-    total = weighted_sum(dict.fromkeys(values, 1.0), values, backend.array(X))
+    total = total_of(dict.fromkeys(values, 1.0), values, backend.array(X))
     assert backend.dtype(total) == "bfloat16"
     assert backend.numpy(total) == 260
 
@@ -213,9 +212,9 @@ def test_a_weighted_sum_accumulates_in_float32(backend: Backend) -> None:
 def test_a_weighted_sum_of_numbers_is_an_array_like_the_inputs(backend: Backend) -> None:
     weights, values = {"a": 2.0, "b": -1.0}, {"a": 3.0, "b": 0.5}
     for inputs in (backend.array(X, "float32"), {"n": 3, "x": backend.array(X, "float32")}):
-        total = weighted_sum(weights, values, inputs)
+        total = total_of(weights, values, inputs)
         assert backend.is_mine(total)
         assert (backend.dtype(total), float(total)) == ("float32", 5.5)
-    mixed = weighted_sum(weights, {"a": backend.array(3.0), "b": 0.5}, backend.array(X))
+    mixed = total_of(weights, {"a": backend.array(3.0), "b": 0.5}, backend.array(X))
     assert (backend.dtype(mixed), float(mixed)) == ("float64", 5.5)
-    assert weighted_sum(weights, values, {}) == 5.5
+    assert total_of(weights, values, {}) == 5.5

@@ -12,8 +12,7 @@ import steelyard.regularizers
 from steelyard import RegularizerSpec
 from steelyard.errors import RegistryError
 from steelyard.regularizers import Adaptive, ExternalValidation, TopologicalConsistency
-from steelyard.spec import lookup, registered
-from steelyard.spec.built_in import BUILT_IN
+from steelyard.spec.registry import BUILT_IN, lookup, registered
 
 from .required_options import REQUIRED, URL, points
 

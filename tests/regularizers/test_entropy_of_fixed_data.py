@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec
-from steelyard.composition import UncomparedTermWarning
+from steelyard.composition.terms import UncomparedTermWarning
 from steelyard.errors import InputError, SpecError, TermError
 from steelyard.penalties.from_logits import Projection
 from steelyard.regularizers import Adaptive, ConfidencePenalty, Entropy, TruncatedImportanceSampling

@@ -16,7 +16,7 @@ import torch
 
 from steelyard import Pipeline, RegularizerSpec, Workers, telemetry
 from steelyard.errors import InputError, SpecError, TermError, TermTimeoutError
-from steelyard.regularizers import ExternalValidation, _http_endpoint
+from steelyard.regularizers import ExternalValidation, json_service
 
 from .checks import plain, tinkered, value_and_gradients
 from .http_server import Server
@@ -173,7 +173,7 @@ def test_the_latency_is_that_of_the_last_attempt(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.accumulate(itertools.repeat(0.25))
-    monkeypatch.setattr(_http_endpoint, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(json_service, "perf_counter", lambda: next(clock))
     term = validator(server, "busy", concurrency=1, backoff=0.0)
     _, metrics = validate(term, [{"times": 2}])
     assert (metrics["latency_ms"], metrics["retries"]) == (250.0, 2.0)

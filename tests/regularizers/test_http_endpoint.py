@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from steelyard.errors import TermError
-from steelyard.regularizers._http_endpoint import (
+from steelyard.regularizers.json_service import (
     Endpoint,
-    RequestLimits,
+    ServiceOptions,
     _redirect_target,
     _retry_after,
 )
@@ -30,7 +30,10 @@ def server() -> Iterator[Server]:
 
 
 def endpoint(url: str, *, follow_redirects: bool = False, **limits: Any) -> Endpoint:
-    chosen = {
+    options: dict[str, Any] = {
+        "url": url,
+        "headers": {"X-Token": "t0ken"},
+        "follow_redirects": follow_redirects,
         "concurrency": 4,
         "request_timeout": 600.0,
         "retries": 2,
@@ -39,8 +42,7 @@ def endpoint(url: str, *, follow_redirects: bool = False, **limits: Any) -> Endp
         "max_bytes": 65_536,
         **limits,
     }
-    headers = {"X-Token": "t0ken"}
-    return Endpoint(url, headers, RequestLimits(**chosen), follow_redirects=follow_redirects)
+    return Endpoint(ServiceOptions(**options))
 
 
 def post(target: Endpoint, *bodies: Any) -> list[tuple[Any, int]]:

@@ -24,7 +24,7 @@ from steelyard.regularizers import (
     TruncatedImportanceSampling,
     WholeVocabulary,
 )
-from steelyard.spec import measurement
+from steelyard.spec.protocol import measurement
 
 from .checks import doubles, plain, value_and_gradients
 from .enumeration import Policy, expectation

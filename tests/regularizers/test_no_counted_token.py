@@ -17,6 +17,7 @@ from steelyard.regularizers import (
     DPO,
     L1,
     L2,
+    NLL,
     Adaptive,
     ChosenNLL,
     ConfidencePenalty,
@@ -68,6 +69,7 @@ TERMS: list[Any] = [
     Consistency(),
     Consistency(level="sequence"),
     ChosenNLL(),
+    NLL(),
     SquaredLogRatio(),
     DemographicParity(test="none"),
     EqualizedOdds(test="none"),
@@ -217,5 +219,5 @@ def test_a_bound_does_not_see_such_a_batch() -> None:
         pipeline.compute(batch(*weights), LOGPROBS, step)
         states.append(pipeline.state_dict()["l2"]["multiplier"])
     assert states[0]["error_sum"] > 0
-    assert [state["integral"] for state in states[1:]] == [states[1]["integral"]] * 2
+    assert [state["gain"] for state in states[1:]] == [states[1]["gain"]] * 2
     assert [state["steps"] for state in states] == [0, 1, 1]

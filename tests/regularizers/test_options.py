@@ -55,7 +55,7 @@ SOURCE = "the name of a field, a function (datum, index), or 'package.module:att
         (Entropy, "vocabulary", 1, "a whole number >= 2"),
         (Entropy, "importance", 3, SOURCE),
         (ConfidencePenalty, "threshold", -1, "a finite number > 0"),
-        (KLToReference, "estimator", "k4", "one of 'auto', 'k1', 'k2', 'k3'"),
+        (KLToReference, "estimator", "k4", "one of 'auto', 'exact', 'k1', 'k2', 'k3'"),
         (KLToReference, "direction", "both", "one of 'forward', 'reverse', 'symmetric'"),
         (KLToReference, "reference", "", SOURCE),
         (KLToReference, "reference", 3, SOURCE),

@@ -9,7 +9,7 @@ import torch
 
 from steelyard import Pipeline, RegularizerSpec
 from steelyard.regularizers import DPO, ChosenNLL, SquaredLogRatio
-from steelyard.spec import lookup
+from steelyard.spec.registry import lookup
 
 from .checks import assert_gradients, doubles, plain, value_and_gradients
 

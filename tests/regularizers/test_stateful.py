@@ -10,7 +10,7 @@ import torch
 from steelyard import Pipeline, RegularizerSpec
 from steelyard.errors import InputError, SpecError, StateError
 from steelyard.regularizers import L1, L2, Adaptive, EMADrift
-from steelyard.spec.callables import is_async
+from steelyard.spec.protocol import is_async
 
 from .checks import assert_gradients, doubles, plain, value_and_gradients
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from steelyard import RegularizerSpec
-from steelyard.spec.callables import entry_point, is_async, measurement, rejects
+from steelyard.spec.protocol import entry_point, is_async, measurement, rejects
 
 
 def function(data: Any, logprobs: Any, scale: float = 1.0, shift: float = 0.0) -> float:

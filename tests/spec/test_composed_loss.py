@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from steelyard import Pipeline, RegularizerSpec, compute, regularize, schedules
-from steelyard.composition import CompositeLoss, term
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
 from steelyard.errors import SpecError
-from steelyard.spec import ComposedLoss
+from steelyard.spec.regularizer import ComposedLoss
 from tests.clients.sdk import engine
 from tests.engine.by_hand import datum
 

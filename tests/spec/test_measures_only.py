@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from steelyard import Pipeline, RegularizerSpec
-from steelyard.composition import term
+from steelyard.composition.input_names import term
 from steelyard.errors import SpecError
 
 

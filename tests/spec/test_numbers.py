@@ -11,7 +11,7 @@ import pytest
 import torch
 from jax import numpy as jnp
 
-from steelyard.spec.numbers import is_array, is_finite, is_traced, is_whole
+from steelyard.spec.checks import is_array, is_finite, is_traced, is_whole
 
 
 @pytest.mark.parametrize("value", [0, -3, 2.5, Fraction(1, 3), np.float32(0.1), np.int64(7), 1e308])

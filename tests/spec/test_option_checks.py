@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from steelyard.errors import SpecError
-from steelyard.spec import OptionChecks
+from steelyard.spec.checks import OptionChecks
 
 CHECKS = OptionChecks("reward")
 FUNCTION = "a function, or 'package.module:attr' that names one"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from steelyard import Regularizer
-from steelyard.spec import Stateful
+from steelyard.spec.protocol import Stateful
 
 
 class Computes:

@@ -12,7 +12,8 @@ import pytest
 import steelyard
 from steelyard import RegularizerSpec, register
 from steelyard.errors import MissingExtraError, RegistryError
-from steelyard.spec import lookup, lookup_penalty, registered, registry
+from steelyard.spec import registry
+from steelyard.spec.registry import lookup, lookup_penalty, registered
 
 MODULE = """
 class Brevity:

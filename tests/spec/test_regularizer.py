@@ -14,7 +14,9 @@ import torch
 
 from steelyard import RegularizerSpec, schedules
 from steelyard.errors import SpecError
-from steelyard.spec import BASE, Bound, Gradient, OnError, RunIn, check_timeout, check_weight
+from steelyard.spec.error_messages import BASE
+from steelyard.spec.regularizer import Gradient, OnError, RunIn, check_timeout
+from steelyard.spec.weights import Bound, check_weight
 
 
 def nothing(data: Any, logprobs: Any) -> float:
@@ -151,7 +153,8 @@ GRADIENT = (
             {"needs": ("logits", "weights")},
             (
                 "needs must be among logits, projection, hidden_states, parameters, "
-                "got ('logits', 'weights') (regularizer 'term')."
+                "reference_logits, reference_projection, got ('logits', 'weights') "
+                "(regularizer 'term')."
             ),
         ),
         (
@@ -219,7 +222,7 @@ GRADIENT = (
             ),
         ),
         (
-            {"run_in": "ray", "options": {"num_gpus": -1}},
+            {"run_in": "ray", "resources": {"num_gpus": -1}},
             (
                 "num_gpus must be a number >= 0, and a whole one above 1, got -1 "
                 "(regularizer 'term')."
@@ -263,10 +266,13 @@ def test_a_name_is_a_string(fn: Any, name: Any) -> None:
     ("fields", "message"),
     [
         ({"weight": 10**400}, "weight must be a finite number >= 0, got 1000"),
-        ({"needs": 5}, "needs must be among logits, projection, hidden_states, parameters, got 5"),
+        (
+            {"needs": 5},
+            "needs must be among .*, parameters, reference_logits, reference_projection, got 5",
+        ),
         (
             {"needs": None},
-            "needs must be among logits, projection, hidden_states, parameters, got None",
+            "needs must be among .*, parameters, reference_logits, reference_projection, got None",
         ),
         ({"run_in": ["thread"]}, "run_in must be one of"),
     ],
@@ -541,7 +547,8 @@ def test_a_spec_stands_for_itself() -> None:
             (
                 "a regularizer has no field 'weigth'; known: ['fn', 'weight', 'name', 'at_most', "
                 "'at_least', 'scale', 'anchor', 'run_in', 'gradient', 'timeout', 'on_error', "
-                "'enabled', 'every', 'options', 'needs', 'ranks'] "
+                "'enabled', 'every', 'options', 'resources', 'needs', 'ranks', 'data', "
+                "'per_step'] "
                 "(regularizer 'term')."
             ),
         ),
@@ -738,22 +745,33 @@ def scaled(data: Any, logprobs: Any, scale: float = 1.0) -> float:
     return scale
 
 
-def test_on_ray_the_options_of_the_task_are_not_those_of_the_call() -> None:
-    options = {"scale": 2.0, "num_gpus": 1, "resources": {"judge": 1}}
-    spec = spec_of(fn=scaled, run_in="ray", options=options)
-    assert spec.options == options
-    assert spec.call_options == {"scale": 2.0}
-    assert spec.placement == {"num_gpus": 1, "resources": {"judge": 1}}
-    assert spec.measuring().placement == spec.placement
-    with pytest.raises(SpecError, match=r"keywords \['scale', 'num_gpus', 'resources'\]"):
-        spec_of(fn=scaled, run_in="process", options=options)
+def test_on_ray_the_resources_of_the_task_are_not_passed_to_the_call() -> None:
+    options, resources = {"scale": 2.0}, {"num_gpus": 1, "judge": 1}
+    spec = spec_of(fn=scaled, run_in="ray", options=options, resources=resources)
+    assert (spec.options, spec.resources) == (options, resources)
+    assert spec.measuring().resources == resources
+    resources["num_gpus"] = 2
+    assert spec.resources["num_gpus"] == 1
+    with pytest.raises(SpecError, match=r"keywords \['scale', 'num_gpus'\]"):
+        spec_of(fn=scaled, run_in="ray", options={**options, "num_gpus": 1})
 
 
-def test_on_ray_a_named_regularizer_is_built_without_the_options_of_the_task() -> None:
-    fields = {"fn": "l2", "weight": 0.1, "options": {"num_cpus": 2}, "run_in": "ray"}
+def test_on_ray_a_named_regularizer_has_resources() -> None:
+    fields = {"fn": "l2", "weight": 0.1, "resources": {"num_cpus": 2}, "run_in": "ray"}
     spec = RegularizerSpec.from_dict(fields)
-    assert spec.placement == {"num_cpus": 2}
-    assert spec.call_options == {}
+    assert (spec.resources, spec.options) == ({"num_cpus": 2}, {})
+
+
+def test_a_term_that_is_measured_elsewhere_has_no_resources() -> None:
+    class Twice:
+        def compute(self, data: Any, logprobs: Any) -> float:
+            return 1.0
+
+        async def measure(self, data: Any, logprobs: Any) -> float:
+            return 1.0
+
+    spec = spec_of(fn=Twice(), run_in="ray", resources={"num_gpus": 1}).measuring()
+    assert (spec.run_in, spec.resources) == ("auto", {})
 
 
 def test_a_parameter_named_after_an_extra_input_is_told_about_needs() -> None:

@@ -14,7 +14,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from steelyard.errors import InputError, SpecError
-from steelyard.spec import check_weight, schedules, weight_at
+from steelyard.spec import schedules
+from steelyard.spec.weights import check_weight, weight_at
 
 
 @pytest.mark.parametrize("weight", [0, 0.5, np.float32(0.5), np.int64(3)])

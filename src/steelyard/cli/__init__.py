@@ -1,16 +1,14 @@
 """The `steelyard` command: parses arguments, calls the library, prints. Only this folder prints.
 
-`app` lists the commands, one file each. `display` picks how a run is shown: `live_display` on a
-terminal, `text_display` in files and pipes, both from the rows of `term_table`. `trained_run`
-opens a run for the commands that use its model. `interruption` handles Ctrl-C, `exit_codes` turns
-errors into exit codes, `usage_errors` lists the options where one is unknown.
+`app` lists the commands: `train`, `compare`, `page`, `doctor`, `trained_run`, `config` and `engine`
+have them. `display` shows a run while it goes on, in a live table on a terminal and as lines of
+text in files and pipes.
+`exit_codes` handles Ctrl-C, and turns errors into exit codes.
 """
 
 from steelyard._extras import cure as _cure
 
 try:
-    from steelyard.cli.app import main
+    from steelyard.cli.app import main as main
 except ModuleNotFoundError as error:
     raise _cure("the steelyard command", error, extra="cli") from error
-
-__all__ = ["main"]

@@ -1,32 +1,65 @@
-"""List of the commands, and what they share: the version, Ctrl-C and exit codes.
-
-Exit codes: 0 done, 1 failed, 2 bad usage or config, 130 interrupted.
-"""
+"""The commands, and what they share: the version, Ctrl-C, exit codes, errors about options."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from steelyard._version import __version__
-from steelyard.cli.ablate import ablate
-from steelyard.cli.change import continue_, pause, set_
-from steelyard.cli.chat import chat
+from steelyard.cli.compare import ablate, tune
 from steelyard.cli.config import app as config
-from steelyard.cli.demo import demo
+from steelyard.cli.doctor import doctor
+from steelyard.cli.engine import models_app as models
+from steelyard.cli.engine import serve
 from steelyard.cli.exit_codes import INTERRUPTED, report_error
-from steelyard.cli.export import export
-from steelyard.cli.models import app as models
-from steelyard.cli.report import report
-from steelyard.cli.sample import sample
-from steelyard.cli.serve import serve
-from steelyard.cli.train import resume, train
-from steelyard.cli.tune import tune
-from steelyard.cli.usage_errors import CommandGroup
-from steelyard.cli.watch import watch
+from steelyard.cli.page import report, watch
+from steelyard.cli.train import branch, continue_, demo, pause, resume, set_, train
+from steelyard.cli.trained_run import chat, export, sample
+
+
+class CommandGroup(TyperGroup):
+    """The commands; an unknown option of any of them is answered with those that it has."""
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Parse the options that stand before the name of a command."""
+        with _list_options():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Parse the arguments of a command, and run it."""
+        with _list_options():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _list_options() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # `NoSuchOption` is a class of click or, in a newer typer, of a private module.
+        if type(error).__name__ == "NoSuchOption":
+            _add_options(error)
+        raise
+
+
+def _add_options(error: Any) -> None:
+    # Almost any short word is near to --help.
+    possible = [option for option in error.possibilities or () if option != "--help"]
+    near = f"; did you mean {possible[0]}?" if possible else "."
+    known = ", ".join(
+        "/".join(parameter.opts)
+        for parameter in error.ctx.command.get_params(error.ctx)
+        if parameter.param_type_name == "option"
+    )
+    error.message = f"{error.message}{near} Options: {known}."
+    error.possibilities = None
+
 
 app = typer.Typer(
     name="steelyard",
@@ -37,12 +70,14 @@ app = typer.Typer(
 )
 app.command("train")(train)
 app.command("resume")(resume)
+app.command("branch")(branch)
 app.command("set")(set_)
 app.command("pause")(pause)
 app.command("continue")(continue_)
 app.command("ablate")(ablate)
 app.command("tune")(tune)
 app.command("report")(report)
+app.command("doctor")(doctor)
 app.command("chat")(chat)
 app.command("sample")(sample)
 app.command("export")(export)

@@ -16,7 +16,7 @@ app = typer.Typer(help="Config files: schema, example, check.", no_args_is_help=
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of config files."""
-    from steelyard.experiment import Config  # noqa: PLC0415 - takes a second
+    from steelyard.experiment.config.schema import Config  # noqa: PLC0415 - takes a second
 
     typer.echo(json.dumps(Config.model_json_schema(), indent=2))
 
@@ -29,7 +29,7 @@ def example(
     ] = False,
 ) -> None:
     """Print an example config."""
-    from steelyard.experiment import example_config  # noqa: PLC0415 - takes a second
+    from steelyard.experiment.config.reading import example_config  # noqa: PLC0415 - takes a second
 
     typer.echo(example_config(on_policy=on_policy), nl=False)
 
@@ -40,10 +40,12 @@ def check(
     overrides: Overrides = None,
 ) -> None:
     """Check a config and build its terms; nothing is trained."""
-    from steelyard.experiment import check_terms, read_config, redact  # noqa: PLC0415 - takes seconds
+    from steelyard.experiment.config.reading import read_config  # noqa: PLC0415 - takes seconds
+    from steelyard.experiment.training.terms import check_config  # noqa: PLC0415 - takes seconds
+    from steelyard.output.redaction import redact  # noqa: PLC0415 - takes seconds
 
     parsed = read_config(config, overrides or ())
-    terms = check_terms(parsed)
+    terms = check_config(parsed)
     names = ", ".join(spec.name for spec in terms.specs) or "none"
     text = f"{config}: valid. Loss: {parsed.loss.use}. Regularizers: {names}."
     if terms.rewards:

@@ -1,21 +1,22 @@
-"""The commands `steelyard train` and `steelyard resume`."""
+"""Commands that train (`train`, `resume`, `branch`, `demo`), `set`, `pause` and `continue`."""
 
 from __future__ import annotations
 
 import contextlib
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from steelyard.cli.doctor import name_problems
 from steelyard.cli.exit_codes import INTERRUPTED
-from steelyard.cli.trained_run import BaseUrl
-from steelyard.cli.watch import Watch, page_of_run
+from steelyard.cli.page import Watch, page_of_run
 
 if TYPE_CHECKING:
-    from steelyard.experiment import Outcome
+    from steelyard.experiment.training.loop import Outcome
 
 Overrides = Annotated[
     list[str] | None,
@@ -27,6 +28,14 @@ Seeds = Annotated[
         "--seeds", min=1, help="Number of seeds to train with: train.seed and those after it."
     ),
 ]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")]
+BaseUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--base-url",
+        help="Address of the Tinker service; needed once for a run of another machine.",
+    ),
+]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out malformed lines of the data.")]
 
 
@@ -34,16 +43,38 @@ def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML, YAML or JSON file.")],
     overrides: Overrides = None,
     run: Annotated[
-        Path | None, typer.Option("--run", "-r", help="Run folder; default: runs/<config>-<time>.")
+        Path | None,
+        typer.Option(
+            "--run",
+            "-r",
+            help="Run folder; default: runs/<config>-<time>, or runs/<config>-baseline.",
+        ),
     ] = None,
     skip_bad: SkipBad = False,
     watch: Watch = False,
+    baseline: Annotated[
+        bool,
+        typer.Option(
+            "--baseline",
+            help="Also train without the regularizers, in the same folder, and say what they "
+            "changed.",
+        ),
+    ] = False,
+    seeds: Seeds = 1,
 ) -> None:
     """Train a model as described in a config file."""
     from steelyard import experiment  # noqa: PLC0415 - takes seconds
+    from steelyard.cli.compare import train_with_baseline  # noqa: PLC0415 - it imports this module
     from steelyard.cli.display import default_run_folder, run_with_display  # noqa: PLC0415 - as above
 
+    if seeds > 1 and not baseline:
+        raise typer.BadParameter("--seeds is for a comparison: give --baseline too, or ablate.")
     parsed = experiment.read_config(config, overrides or (), skip_bad=skip_bad)
+    if baseline:
+        folder = run or Path("runs") / f"{config.stem}-baseline"
+        with page_of_run(None, folder) if watch else contextlib.nullcontext():
+            train_with_baseline(parsed, folder, seeds)
+        return
     folder = run or default_run_folder(config)
     # The page lists all runs of the default folder, and only this one in a folder of its own.
     with page_of_run(folder, run or folder.parent) if watch else contextlib.nullcontext():
@@ -79,8 +110,47 @@ def resume(
     _print_outcome(outcome)
 
 
+def branch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run to go on from.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Other settings from there on: what 'steelyard set' takes, train.steps, and "
+            "secrets that stood in the config itself.",
+        ),
+    ] = None,
+    at: Annotated[
+        int | None,
+        typer.Option("--at", min=1, help="Steps after which the checkpoint was saved."),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--run", "-r", help="New run folder; default: <RUN>-at-<STEP>, beside it."),
+    ] = None,
+    base_url: BaseUrl = None,
+    watch: Watch = False,
+) -> None:
+    """Start a new run at a checkpoint of another one."""
+    from steelyard import experiment  # noqa: PLC0415 - takes seconds
+    from steelyard.cli.display import run_with_display  # noqa: PLC0415 - as above
+    from steelyard.experiment.run.branches import make_branch  # noqa: PLC0415 - as above
+    from steelyard.experiment.run.checkpoints import find_checkpoint  # noqa: PLC0415 - as above
+
+    step = find_checkpoint(experiment.RunFolder(run)).step if at is None else at
+    made = make_branch(run, step, settings or (), folder)
+    typer.echo(f"{made.folder} goes on from step {step} of {run}.")
+    with page_of_run(made.folder, made.folder.parent) if watch else contextlib.nullcontext():
+        outcome = run_with_display(
+            lambda watcher, stop: experiment.resume(
+                made.folder, made.secrets, base_url=base_url, watch=watcher, stop=stop
+            )
+        )
+    _print_outcome(outcome)
+
+
 def _print_outcome(outcome: Outcome) -> None:
-    from steelyard.experiment import RunFolder  # noqa: PLC0415 - takes seconds
+    from steelyard.experiment.run.folder import RunFolder  # noqa: PLC0415 - takes seconds
 
     if outcome.status == "interrupted":
         typer.echo(f"Stopped after {outcome.steps} steps, and saved. Continue with:")
@@ -92,3 +162,95 @@ def _print_outcome(outcome: Outcome) -> None:
         if values:
             typer.echo(f"Held-out {quantity}: {values[0]:.4f} -> {values[-1]:.4f}.")
     typer.echo(f"Done: {outcome.steps} steps in {outcome.folder}")
+    name_problems(outcome.folder)
+
+
+def demo(
+    overrides: Overrides = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", "-r", help="Run folder; default: runs/demo-<time>.")
+    ] = None,
+) -> None:
+    """Train a small model with five regularizers and write a report."""
+    from steelyard.cli.display import (  # noqa: PLC0415 - takes seconds
+        default_run_folder,
+        run_with_display,
+    )
+    from steelyard.experiment.demo.demo import run_demo  # noqa: PLC0415 - as above
+
+    folder = run or default_run_folder(Path("demo"))
+    result = run_with_display(
+        lambda watch, stop: run_demo(folder, overrides or (), watch=watch, stop=stop)
+    )
+    if result.summary:
+        typer.echo("\n" + "\n".join(result.summary))
+    _print_samples(folder)
+    if result.report is not None:
+        typer.echo(f"\nReport: {result.report}")
+    if result.outcome.status == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+    program = _program()
+    typer.echo(f"See its curves in a browser: {program} watch {shlex.quote(str(folder.parent))}")
+    typer.echo(f"Talk to the model: {program} chat {shlex.quote(str(folder))} --base")
+
+
+def _program() -> str:
+    """The command as it can be typed: `make demo` runs one that is not on the search path."""
+    started = Path(sys.argv[0])
+    if shutil.which("steelyard") or started.name != "steelyard":
+        return "steelyard"
+    return shlex.quote(str(started))
+
+
+def _print_samples(folder: Path) -> None:
+    from steelyard.experiment.run.folder import RunFolder  # noqa: PLC0415 - takes seconds
+
+    samples = RunFolder(folder).samples()
+    for prompt in dict.fromkeys(sample["prompt"] for sample in samples):
+        typer.echo(f"\n{prompt}")
+        for sample in samples:
+            if sample["prompt"] == prompt:
+                answer = " ".join(sample["completion"].split())
+                typer.echo(f"  {sample['when']:>6}: {answer or '(empty)'}")
+
+
+def set_(
+    run: Run,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="New settings: kl.weight=0.2, kl.at_most=0.1, kl.enabled=false, "
+            "rewards.short.weight=2 or learning_rate=1e-5; without any, the current ones are "
+            "shown.",
+        ),
+    ] = None,
+) -> None:
+    """Change weights or the learning rate of a running run."""
+    from steelyard.experiment.run.changes import describe_settings, request_settings  # noqa: PLC0415 - takes seconds
+
+    if not settings:
+        for key, value in describe_settings(run).items():
+            typer.echo(f"{key} = {value}")
+        return
+    taken, is_running = request_settings(run, settings)
+    when = "the next step on" if is_running else "its next step on, when it is resumed"
+    for key, value in taken.items():
+        typer.echo(f"{key} = {value}, from {when}")
+
+
+def pause(run: Run) -> None:
+    """Let a run wait after its current step."""
+    from steelyard.experiment.run.changes import pause_run  # noqa: PLC0415 - takes seconds
+
+    pause_run(run)
+    typer.echo(f"{run} waits after its current step. Let it go on with:")
+    typer.echo(f"  steelyard continue {shlex.quote(str(run))}")
+
+
+def continue_(run: Run) -> None:
+    """Let a paused run go on."""
+    from steelyard.experiment.run.changes import continue_run  # noqa: PLC0415 - takes seconds
+
+    was_paused = continue_run(run)
+    typer.echo(f"{run} goes on." if was_paused else f"{run} was not paused.")

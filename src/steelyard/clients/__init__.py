@@ -2,13 +2,14 @@
 
 * `client_pass`: asks any client for log-probs and sends their gradient back
 * `regularized`: `RegularizedClient`, which evaluates a pipeline between the two
-* `built_terms`: terms by registry names, which keep their state from call to call
+* `client_settings`: the settings of a client, and those that a call may have of its own
+* `blocking`: one body of the plain and the async form of a call
 * `one_pass`: the same in one pass, as a loss that the server runs
 * `wrapping`: `regularize`, which makes one
-* `term_states`: the state of the terms, which `state_io` saves as JSON
+* `term_states`: the terms from call to call, and their states, saved as JSON
 """
 
-from steelyard.clients.one_pass import Explanation, UploadRefusedWarning
+from steelyard.clients.one_pass.one_pass import Explanation, UploadRefusedWarning
 from steelyard.clients.regularized import RegularizedClient
 from steelyard.clients.wrapping import regularize
 

@@ -7,29 +7,48 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from torch import Tensor
 
-from steelyard.clients import state_io
-from steelyard.clients.built_terms import BuiltTerms, TermLike
-from steelyard.clients.client_pass import ClientPass, TwoPasses, at_temperature, tensor_like
-from steelyard.clients.one_pass import Explanation, OnePass, TwoPassCall
-from steelyard.clients.step_progress import StepProgress
-from steelyard.clients.temperature import check_temperature
-from steelyard.clients.term_settings import TermSettings
-from steelyard.clients.term_states import TermStates
-from steelyard.composition import (
+from steelyard.clients.blocking import Action, Steps, run, run_async
+from steelyard.clients.client_pass import (
+    ClientPass,
+    TwoPasses,
+    at_temperature,
+    check_temperature,
+    tensor_like,
+)
+from steelyard.clients.client_settings import CallSettings, ClientSettings
+from steelyard.clients.one_pass.one_pass import Explanation, OnePass
+from steelyard.clients.one_pass.results import TwoPassCall
+from steelyard.clients.step_progress import StepProgress, reads_reference
+from steelyard.clients.term_states import (
+    BuiltTerms,
+    TermLike,
+    TermStates,
+    read_states,
+    write_states,
+)
+from steelyard.composition.inputs import ParameterGradients
+from steelyard.composition.named_losses import (
     TEMPERATURE,
     NamedBaseLoss,
-    Pipeline,
-    ToParameters,
     loss_names,
     split_temperature,
 )
+from steelyard.composition.own_data import JoinedData, batch_of
+from steelyard.composition.pipeline import Pipeline
 from steelyard.errors import InputError, SpecError, StateError
-from steelyard.output import CustomLossOutput
-from steelyard.spec import ComposedLoss, Regularizer, RegularizerSpec, TermFn, is_whole, split_loss
+from steelyard.output.custom_loss import CustomLossOutput
+from steelyard.spec.checks import is_whole
+from steelyard.spec.protocol import Regularizer, TermFn
+from steelyard.spec.regularizer import (
+    REFERENCE_INPUTS,
+    ComposedLoss,
+    RegularizerSpec,
+    split_loss,
+)
 
 # The name under which a client that can `attach` saves our state with its own checkpoints.
 _ATTACHED_AS = "steelyard"
@@ -47,18 +66,20 @@ class RegularizedClient:
         client: the wrapped client.
         optim_steps: the number of optimizer steps made through this client: the step that
             schedules and `every` follow.
+        last_data: data of the last call; a `JoinedData` if terms have data of their own.
     """
 
     def __init__(
         self,
         client: Any,
         regularizers: Iterable[TermLike],
-        settings: TermSettings,
+        settings: ClientSettings,
         one_pass: OnePass,
     ) -> None:
         self.client = client
         self._one_pass = one_pass
         self.optim_steps = 0
+        self.last_data: Any = ()
         self._settings = settings
         self._states = TermStates()
         self._built_terms = BuiltTerms()
@@ -70,7 +91,11 @@ class RegularizedClient:
         self._with_state: list[Any] = [pipeline.loss_fn, *specs]
         # Of the last call: its pipeline, its settings, and the names of the terms that it added.
         # One attribute, because calls in several threads must see the three together.
-        self._last: tuple[Pipeline, TermSettings, frozenset[str]] = pipeline, settings, frozenset()
+        self._last: tuple[Pipeline, ClientSettings, frozenset[str]] = (
+            pipeline,
+            settings,
+            frozenset(),
+        )
         # Of the last call, if its step is to be measured; and of the last step.
         self._has_temperature = False  # whether the client was seen to obey one
         self._measurable: StepProgress | None = None
@@ -112,8 +137,8 @@ class RegularizedClient:
 
         Args:
             data: the SDK's.
-            loss_fn: `"cross_entropy"`, `"importance_sampling"`, `"ppo"`, `"cispo"` or `"dro"`;
-                without terms any that the client knows.
+            loss_fn: `"cross_entropy"`, `"importance_sampling"`, `"ppo"`, `"cispo"`, `"dro"` or
+                `"gspo"`; without terms any that the client knows.
             loss_fn_config: its settings; `"temperature"` instead of that of `regularize`.
 
         Returns:
@@ -149,17 +174,11 @@ class RegularizedClient:
         data: Sequence[Any],
         loss_fn: TermFn | Regularizer | Any,
         regularizers: Iterable[TermLike] = (),
-        track_grad_norms: bool | None = None,
-        parallel: bool | None = None,
-        timeout: float | None = None,
         *,
-        grad_space: Literal["logprobs", "parameters"] | None = None,
-        track_every: int | None = None,
-        measure_progress: int | None = None,
-        temperature: float | None = None,
         step: int | None = None,
-        shares: Mapping[str, float] | None = None,
+        share: Mapping[str, float] | None = None,
         loss_type_input: Literal["logprobs"] | None = None,
+        **settings: Unpack[CallSettings],
     ) -> Any:
         """Compose the loss of a batch and submit its gradient.
 
@@ -172,19 +191,15 @@ class RegularizedClient:
             loss_fn: the base loss, as the SDK takes it, or a traced loss.
             regularizers: terms of this call, beside those that stay; specs, or mappings with their
                 fields.
-            track_grad_norms: also compute each term's gradient norm and all cosines; None, here and
-                below: as `regularize` was told.
-            parallel: let terms overlap.
-            timeout: seconds each term may take, unless its spec says otherwise.
-            grad_space: what norms and cosines are with respect to; see `regularize`.
-            track_every: compute them at steps that this divides.
-            measure_progress: see `regularize`.
-            temperature: see `regularize`.
             step: the number of this step; None: `optim_steps`.
-            shares: factors >= 0 on the weights in this call, by name, `"base"` for the base loss:
-                to let the calls before an `optim_step` add up to one loss that is a mean; {} if
-                all terms are sums. The outputs can then be combined, see `Pipeline.compute`.
+            share: the part of the optimizer step's batch that this call has, for each term by name,
+                `"base"` for the base loss: a factor >= 0 on its weight, which lets the calls before
+                an `optim_step` add up to one loss that is a mean; {} if all terms are sums. The
+                outputs can then be combined, see `Pipeline.compute`.
             loss_type_input: the SDK's; it has one value.
+            settings: `track_grad_norms`, `parallel`, `timeout`, `grad_space`, `track_every`,
+                `measure_progress` and `temperature` of this call; without one, or with None, as
+                `regularize` was told, which explains them.
 
         Returns:
             A future of a `CustomLossOutput`; of the client's own output for a traced loss.
@@ -196,84 +211,27 @@ class RegularizedClient:
             InputError: the data break a rule.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
-        terms = list(regularizers)
-        if self._is_traced(loss_fn, [*self.regularizers, *terms], temperature):
-            return self.client.forward_backward_custom(data, loss_fn)
         _check_input_type(loss_type_input)
-        call = self._begin_call(
-            data,
-            loss_fn,
-            terms,
-            step,
-            shares,
-            track_grad_norms=track_grad_norms,
-            parallel=parallel,
-            timeout=timeout,
-            grad_space=grad_space,
-            track_every=track_every,
-            measure_progress=measure_progress,
-            temperature=temperature,
-        )
-        self.check_temperature(call.settings.temperature)
-        if not call.has_open_pass:
-            future = self._one_pass.submit(*self._one_pass_arguments(call))
-            if future is not None:
-                self._measurable = None
-                return future
-        forward, to_parameters = call.open_pass()
-        output = call.compute(forward, to_parameters)
-        self._measurable = call.measurement(forward, output)
-        return call.submit_backward(forward, output)
+        return run(self._custom(data, loss_fn, list(regularizers), step, share, settings))
 
     async def forward_backward_custom_async(
         self,
         data: Sequence[Any],
         loss_fn: TermFn | Regularizer | Any,
         regularizers: Iterable[TermLike] = (),
-        track_grad_norms: bool | None = None,
-        parallel: bool | None = None,
-        timeout: float | None = None,  # noqa: ASYNC109 - it is each term's, not this coroutine's
         *,
-        grad_space: Literal["logprobs", "parameters"] | None = None,
-        track_every: int | None = None,
-        measure_progress: int | None = None,
-        temperature: float | None = None,
         step: int | None = None,
-        shares: Mapping[str, float] | None = None,
+        share: Mapping[str, float] | None = None,
         loss_type_input: Literal["logprobs"] | None = None,
+        **settings: Unpack[CallSettings],
     ) -> Any:
         """Do the same as `forward_backward_custom`, without blocking the event loop.
 
         If the caller is cancelled before the backward pass is submitted, none is.
         """
-        terms = list(regularizers)
-        if self._is_traced(loss_fn, [*self.regularizers, *terms], temperature):
-            return await self.client.forward_backward_custom_async(data, loss_fn)
         _check_input_type(loss_type_input)
-        call = self._begin_call(
-            data,
-            loss_fn,
-            terms,
-            step,
-            shares,
-            track_grad_norms=track_grad_norms,
-            parallel=parallel,
-            timeout=timeout,
-            grad_space=grad_space,
-            track_every=track_every,
-            measure_progress=measure_progress,
-            temperature=temperature,
-        )
-        await asyncio.to_thread(self.check_temperature, call.settings.temperature)
-        if not call.has_open_pass:
-            future = await self._one_pass.submit_async(*self._one_pass_arguments(call))
-            if future is not None:
-                self._measurable = None
-                return future
-        forward, to_parameters = await asyncio.to_thread(call.open_pass)
-        output = await call.acompute(forward, to_parameters)
-        self._measurable = call.measurement(forward, output)
-        return call.submit_backward(forward, output)
+        steps = self._custom(data, loss_fn, list(regularizers), step, share, settings)
+        return await run_async(steps)
 
     def check_temperature(self, temperature: float) -> None:
         """Check that the client computes log-probs at a temperature, as the calls do by themselves.
@@ -288,7 +246,7 @@ class RegularizedClient:
             self._has_temperature = True
 
     def explain(self) -> Explanation:
-        """How the last call ran: in one pass or in two, and why, by term."""
+        """Explain how the last call ran: in one pass or in two, and why, by term."""
         # A client that keeps the graph of its forward pass needs no other way to one pass.
         return Explanation(1) if hasattr(self.client, "open_pass") else self._one_pass.explanation
 
@@ -330,8 +288,8 @@ class RegularizedClient:
         Raises:
             StateError: it is not what `state_dict` returns.
         """
-        found = state if isinstance(state, Mapping) else {}
-        terms, steps = found.get("terms"), found.get("optim_steps")
+        fields = state if isinstance(state, Mapping) else {}
+        terms, steps = fields.get("terms"), fields.get("optim_steps")
         if not isinstance(terms, Mapping) or not is_whole(steps, at_least=0):
             raise StateError(
                 f"state must hold 'optim_steps' and 'terms', as state_dict gives them, "
@@ -346,7 +304,7 @@ class RegularizedClient:
         Raises:
             CheckpointError: the file cannot be written.
         """
-        state_io.write(path, self.state_dict())
+        write_states(path, self.state_dict())
 
     def load_pipeline_state(self, path: str | Path) -> None:
         """Restore the file that `save_pipeline_state` wrote.
@@ -355,7 +313,7 @@ class RegularizedClient:
             CheckpointError: the file cannot be read, or is not JSON.
             StateError: it is not what `state_dict` returns.
         """
-        self.load_state_dict(state_io.read(path))
+        self.load_state_dict(read_states(path))
 
     def _is_traced(
         self, loss_fn: Any, regularizers: Iterable[Any], temperature: float | None
@@ -394,54 +352,64 @@ class RegularizedClient:
         if self._measuring is not None:
             self._measuring.begin(self.client)
 
-    def _begin_call(
+    def _custom(
         self,
         data: Sequence[Any],
         loss_fn: Any,
-        regularizers: Iterable[TermLike],
+        regularizers: Sequence[TermLike],
         step: int | None,
-        shares: Mapping[str, float] | None,
-        **asked: Any,
-    ) -> _CustomCall:
-        """The call with its pipeline: the last one if nothing changed.
-
-        Args:
-            data: the batch.
-            loss_fn: the base loss.
-            regularizers: of this call.
-            step: the number of the step; None: `optim_steps`.
-            shares: factors on the weights, by name.
-            asked: fields of `TermSettings`; None is the client's own.
-
-        Raises:
-            InputError: the step breaks a rule.
-            SpecError: a spec or a setting breaks a rule.
-        """
+        share: Mapping[str, float] | None,
+        asked: CallSettings,
+    ) -> Steps[Any]:
+        """Steps of `forward_backward_custom` and of its async form."""
+        traced = self._is_traced(
+            loss_fn, [*self.regularizers, *regularizers], asked.get("temperature")
+        )
+        if traced:
+            client = self.client
+            return (
+                yield Action(
+                    lambda: client.forward_backward_custom(data, loss_fn),
+                    lambda: client.forward_backward_custom_async(data, loss_fn),
+                )
+            )
         step = self.optim_steps if step is None else step
         if (type(step) is not int and not is_whole(step, at_least=0)) or step < 0:
             raise InputError(f"step must be a whole number >= 0, got {step!r}.")
         pipeline, settings = self._update_pipeline(loss_fn, regularizers, asked)
-        return _CustomCall(self.client, pipeline, settings, data, step, shares)
-
-    def _one_pass_arguments(self, call: _CustomCall) -> tuple[Any, ...]:
-        again = call.in_two_passes(lambda: self.optim_steps)
-        temperature = call.settings.temperature
-        return call.pipeline, call.data, call.step, again, call.why_two_passes(), temperature
+        self.last_data = pipeline.join(data, step)
+        call = _CustomCall(self.client, pipeline, settings, self.last_data, step, share)
+        yield Action(lambda: self.check_temperature(settings.temperature))
+        if not call.has_open_pass:
+            again = call.in_two_passes(lambda: self.optim_steps)
+            future = yield from self._one_pass.submit(
+                pipeline, call.data, step, again, call.why_two_passes(), settings.temperature
+            )
+            if future is not None:
+                self._measurable = None
+                return future
+        forward, inputs = yield Action(call.open_pass)
+        output = yield Action(
+            lambda: pipeline.compute(call.data, forward.logprobs, step, **inputs),
+            lambda: pipeline.acompute(call.data, forward.logprobs, step, **inputs),
+        )
+        self._measurable = call.measurement(forward, output)
+        return call.submit_backward(forward, output)
 
     def _update_pipeline(
-        self, loss_fn: Any, regularizers: Iterable[TermLike], asked: Mapping[str, Any]
-    ) -> tuple[Pipeline, TermSettings]:
+        self, loss_fn: Any, regularizers: Iterable[TermLike], asked: CallSettings
+    ) -> tuple[Pipeline, ClientSettings]:
         """The pipeline of a call, the last one if nothing changed; and its settings."""
         if isinstance(loss_fn, ComposedLoss):
             loss_fn, regularizers = split_loss(loss_fn, regularizers)
         given = [
-            each if isinstance(each, RegularizerSpec) else self._built_terms.spec_of(each)
-            for each in regularizers
+            like if isinstance(like, RegularizerSpec) else self._built_terms.spec_of(like)
+            for like in regularizers
         ]
         last = pipeline, last_settings, _ = self._last
         specs = [*_standing(*last), *given]
         changes: Any = {key: value for key, value in asked.items() if value is not None}
-        settings = replace(self._settings, **changes)
+        settings = replace(self._settings, **changes) if changes else self._settings
         if isinstance(loss_fn, NamedBaseLoss) and loss_fn == pipeline.loss_fn:
             loss_fn = pipeline.loss_fn
         if settings != last_settings or not _same(
@@ -458,10 +426,9 @@ class RegularizedClient:
         self,
         loss_fn: Any,
         specs: Sequence[RegularizerSpec],
-        settings: TermSettings,
+        settings: ClientSettings,
         after: Pipeline | None,
     ) -> Pipeline:
-        settings.check()
         gives = getattr(self.client, "gives", ())
         if settings.grad_space == "parameters" and "parameters" not in gives:
             raise SpecError(
@@ -469,15 +436,13 @@ class RegularizedClient:
                 f"{type(self.client).__name__} does not: train on steelyard.engine, or use "
                 f"measure_progress, which measures what each step did to each term."
             )
-        own = ("grad_space", "measure_progress", "temperature")
-        options = {key: x for key, x in vars(settings).items() if key not in own}
-        pipeline = Pipeline(loss_fn, specs, **options, gives=gives, after=after)
+        pipeline = Pipeline.of(loss_fn, specs, settings, gives=gives, after=after)
         pipeline.model_id = getattr(self.client, "model_id", None)
         return pipeline
 
 
 def _standing(
-    pipeline: Pipeline, _: TermSettings, given: frozenset[str]
+    pipeline: Pipeline, _: ClientSettings, given: frozenset[str]
 ) -> tuple[RegularizerSpec, ...]:
     """Specs of the terms of a pipeline, without those that its call added."""
     return tuple(spec for spec in pipeline.specs if spec.name not in given)
@@ -523,17 +488,17 @@ class _CustomCall:
         client: the wrapped client.
         pipeline: the base loss and the terms.
         settings: of the terms.
-        data: the batch.
+        data: the batch; or a `JoinedData` if terms have data of their own.
         step: the number of the step.
-        shares: factors on the weights, by name.
+        share: the part of the optimizer step's batch that this call has, by term.
     """
 
     client: Any
     pipeline: Pipeline
-    settings: TermSettings
-    data: Sequence[Any]
+    settings: ClientSettings
+    data: Any
     step: int
-    shares: Mapping[str, float] | None
+    share: Mapping[str, float] | None
 
     @property
     def has_open_pass(self) -> bool:
@@ -546,8 +511,8 @@ class _CustomCall:
             return f"gradients are compared with respect to the {self.settings.grad_space}"
         if self._is_measured:
             return "measure_progress needs the log-probs before the optimizer step is submitted"
-        if self.shares:
-            return "shares of an accumulated mean change from call to call"
+        if self.share:
+            return "the share of an accumulated mean changes from call to call"
         return None
 
     def in_two_passes(self, optim_steps: Callable[[], int]) -> TwoPassCall:
@@ -558,58 +523,52 @@ class _CustomCall:
         """
 
         def evaluate() -> tuple[ClientPass, CustomLossOutput]:
-            forward, _ = self.open_pass()
-            return forward, self.compute(forward)
+            forward, inputs = self.open_pass()
+            return forward, self.pipeline.compute(self.data, forward.logprobs, self.step, **inputs)
 
         return TwoPassCall(
             evaluate,
-            lambda found: self.submit_backward(*found),
+            lambda evaluated: self.submit_backward(*evaluated),
             optim_steps,
-            partial(_with_client_fields, self.data, self.pipeline.loss_fn),
+            partial(_with_client_fields, batch_of(self.data), self.pipeline.loss_fn),
         )
 
-    def open_pass(self) -> tuple[ClientPass, ToParameters | None]:
+    def open_pass(self) -> tuple[ClientPass, dict[str, Any]]:
+        """The forward pass, and what `Pipeline.compute` takes of it beside the log-probs."""
+        forward, parameter_gradients = self._open_pass()
+        return forward, {
+            "given": forward.given,
+            "parameter_gradients": parameter_gradients,
+            "share": self.share,
+        }
+
+    def _open_pass(self) -> tuple[ClientPass, ParameterGradients | None]:
         """The forward pass, and its `parameter_gradients` if gradients are compared there."""
+        data = self.data.data if isinstance(self.data, JoinedData) else self.data
         if not self.has_open_pass:
-            return TwoPasses(self.client, self.data, self.settings.temperature), None
+            return TwoPasses(self.client, data, self.settings.temperature), None
         needs = self.pipeline.needs(self.step, self.data)
-        at = at_temperature(self.settings.temperature)
-        compares = self.pipeline.settings.compares_gradients(self.step)
+        at: dict[str, Any] = at_temperature(self.settings.temperature)
+        if not set(REFERENCE_INPUTS).isdisjoint(needs):
+            at["reference_of"] = self._reads_reference()
+        compares = self.settings.compares_gradients(self.step)
         if self.settings.grad_space == "logprobs" or not compares:
-            return self.client.open_pass(self.data, needs, **at), None
+            return self.client.open_pass(data, needs, **at), None
         needs = tuple(dict.fromkeys((*needs, "parameters")))
-        forward = self.client.open_pass(self.data, needs, per_term=True, **at)
+        forward = self.client.open_pass(data, needs, per_term=True, **at)
         return forward, forward.parameter_gradients
 
-    def compute(
-        self, forward: ClientPass, to_parameters: ToParameters | None = None
-    ) -> CustomLossOutput:
-        """Evaluate the terms after a forward pass."""
-        inputs = self._inputs(forward, to_parameters)
-        return self.pipeline.compute(self.data, forward.logprobs, self.step, **inputs)
-
-    async def acompute(
-        self, forward: ClientPass, to_parameters: ToParameters | None
-    ) -> CustomLossOutput:
-        """Do the same as `compute`, without blocking the event loop."""
-        inputs = self._inputs(forward, to_parameters)
-        return await self.pipeline.acompute(self.data, forward.logprobs, self.step, **inputs)
+    def _reads_reference(self) -> list[int]:
+        """Indices of the data for which a term reads what the base model computes."""
+        due = self.pipeline.due(self.step, self.data)
+        return reads_reference([term.spec for term in due], self.data)
 
     def measurement(self, forward: ClientPass, output: CustomLossOutput) -> StepProgress | None:
         """Measurement of the optimizer step that follows; None if it is not to be measured."""
         if not self._is_measured:
             return None
         specs = [term.spec for term in self.pipeline.due(self.step, self.data)]
-        timeout, workers = self.settings.timeout, self.settings.workers
-        return StepProgress(
-            self.data,
-            forward.logprobs,
-            specs,
-            output,
-            timeout,
-            workers,
-            self.settings.temperature,
-        )
+        return StepProgress(self.data, forward.logprobs, specs, output, self.settings)
 
     def submit_backward(
         self,
@@ -621,16 +580,13 @@ class _CustomCall:
         extra = output.extra_gradients
         # Compared with respect to the parameters, the gradient is whole: no pass is left to run.
         whole = {"total": extra.get("parameters")} if output.grad_space == "parameters" else {}
-        data, loss_fn = self.data, self.pipeline.loss_fn
+        data, loss_fn = batch_of(self.data), self.pipeline.loss_fn
         return forward.backward(
             output.gradients,
             extra,
             lambda result: _with_client_fields(data, loss_fn, output, result, forward.logprobs),
             **whole,
         )
-
-    def _inputs(self, forward: ClientPass, to_parameters: ToParameters | None) -> dict[str, Any]:
-        return {"given": forward.given, "to_parameters": to_parameters, "shares": self.shares}
 
     @property
     def _is_measured(self) -> bool:
@@ -645,14 +601,15 @@ def _with_client_fields(
     result: Any,
     logprobs: Sequence[Tensor] | None,
 ) -> CustomLossOutput:
-    """The output with the fields of the client's own."""
-    metrics, outputs = dict(result.metrics), result.loss_fn_outputs
+    """The output with the fields of the client's own, for the batch."""
+    metrics, outputs = dict(result.metrics), result.loss_fn_outputs[: len(data)]
     # The server's loss is a linear one with the same gradient; see `TwoPasses`.
     if "loss:sum" in metrics:
         metrics.setdefault("surrogate_loss:sum", metrics["loss:sum"])
     metrics["loss:sum"] = output.loss_total
     if isinstance(loss_fn, NamedBaseLoss) and logprobs is not None:
-        outputs = _with_losses(outputs, loss_fn.elementwise(data, list(logprobs)))
+        losses = loss_fn.elementwise(data, list(logprobs[: len(data)]))
+        outputs = _with_losses(outputs, losses)
     return replace(
         output,
         loss_fn_outputs=outputs,
@@ -664,6 +621,6 @@ def _with_client_fields(
 def _with_losses(outputs: Sequence[Any], losses: Sequence[Tensor]) -> list[Any]:
     """Outputs in which the loss of each token is the base loss's, not that of the linear loss."""
     return [
-        {**each, _LOSS: tensor_like(each[_LOSS], values)} if _LOSS in each else each
-        for each, values in zip(outputs, losses, strict=True)
+        {**output, _LOSS: tensor_like(output[_LOSS], values)} if _LOSS in output else output
+        for output, values in zip(outputs, losses, strict=True)
     ]

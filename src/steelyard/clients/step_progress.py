@@ -13,38 +13,40 @@ from typing import Any
 from torch import Tensor
 
 from steelyard.clients.client_pass import at_temperature, config_at, logprobs_of, submit_forward
-from steelyard.composition import Pipeline
-from steelyard.execution import Workers
-from steelyard.output import CustomLossOutput
-from steelyard.spec import BASE, RegularizerSpec, measurement
+from steelyard.clients.client_settings import ClientSettings
+from steelyard.composition.own_data import JoinedData
+from steelyard.composition.pipeline import Pipeline
+from steelyard.composition.settings import Settings
+from steelyard.output.custom_loss import CustomLossOutput
+from steelyard.spec.error_messages import BASE
+from steelyard.spec.protocol import measurement
+from steelyard.spec.regularizer import REFERENCE_INPUTS, RegularizerSpec
 
 
 class StepProgress:
     """Measurement of one optimizer step, built from the last call before it.
 
     Args:
-        data: the batch of that call.
-        logprobs: of the batch, before the step.
+        data: of that call: the batch, or a `JoinedData`.
+        logprobs: of the data, before the step.
         specs: of the base loss, first, and of the terms that were due.
         output: of that call.
-        timeout: seconds each term may take.
-        workers: the pools that run offloaded terms; None is those that the process shares.
-        temperature: of the policy, of which the log-probs are.
+        settings: of that call.
     """
 
     def __init__(
         self,
-        data: Sequence[Any],
+        data: Any,
         logprobs: list[Tensor],
         specs: Sequence[RegularizerSpec],
         output: CustomLossOutput,
-        timeout: float,
-        workers: Workers | None,
-        temperature: float = 1.0,
+        settings: ClientSettings,
     ) -> None:
-        self._temperature = temperature
-        self._data, self._logprobs, self._output = list(data), logprobs, output
-        self._settings: dict[str, Any] = {"timeout": timeout, "workers": workers}
+        self._temperature = settings.temperature
+        # Its values are compared, and no gradients.
+        self._settings = Settings(timeout=settings.timeout, workers=settings.workers)
+        self._data = data if isinstance(data, JoinedData) else list(data)
+        self._logprobs, self._output = logprobs, output
         # The value of these in training may be another quantity than `measure` gives, or may
         # depend on a state that has advanced since: they are measured before the step as well.
         self._twice = {spec.name for spec in specs if _is_redefined(spec)}
@@ -66,12 +68,15 @@ class StepProgress:
     def begin(self, client: Any) -> None:
         """Submit the forward pass, so that it runs right after the step that was submitted."""
         needs = tuple(dict.fromkeys(need for spec in self._after[1] for need in spec.needs))
+        data = self._data.data if isinstance(self._data, JoinedData) else self._data
         if needs:
-            at = at_temperature(self._temperature)
-            opened = client.open_pass(self._data, needs, keep_graph=False, **at)
+            at: dict[str, Any] = at_temperature(self._temperature)
+            if not set(REFERENCE_INPUTS).isdisjoint(needs):
+                at["reference_of"] = reads_reference(self._after[1], self._data)
+            opened = client.open_pass(data, needs, keep_graph=False, **at)
             self._forward = lambda: (opened.logprobs, opened.given)
         else:
-            future = submit_forward(client, self._data, config_at(self._temperature))
+            future = submit_forward(client, data, config_at(self._temperature))
             self._forward = lambda: (logprobs_of(future.result()), {})
 
     def changes(self) -> dict[str, float]:
@@ -99,8 +104,19 @@ class StepProgress:
         logprobs: list[Tensor],
         given: Mapping[str, Any],
     ) -> dict[str, float]:
-        pipeline = Pipeline(base, specs, **self._settings, gives=given)
+        pipeline = Pipeline.of(base, specs, self._settings, gives=given)
         return _values_of(pipeline.compute(self._data, logprobs, given=given))
+
+
+def reads_reference(specs: Iterable[RegularizerSpec], data: Any) -> list[int]:
+    """Indices of the data of a call for which a term reads what the base model computes."""
+    indices: set[int] = set()
+    for spec in specs:
+        if not set(REFERENCE_INPUTS).isdisjoint(spec.needs):
+            joined = isinstance(data, JoinedData)
+            place = data.slice_of(spec.name) if joined else slice(None)
+            indices.update(range(len(data))[place])
+    return sorted(indices)
 
 
 def _values_of(output: CustomLossOutput) -> dict[str, float]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from inspect import signature
-from typing import Any, Literal
+from typing import Any
 
-from steelyard.clients.built_terms import TermLike
-from steelyard.clients.one_pass import OnePass, ServerSide
+from steelyard.clients.client_settings import ClientSettings, GradSpace
+from steelyard.clients.one_pass.one_pass import OnePass, ServerSide
 from steelyard.clients.regularized import RegularizedClient
-from steelyard.clients.term_settings import TermSettings
-from steelyard.composition import AggregatorLike, aggregator_of
+from steelyard.clients.term_states import TermLike
+from steelyard.composition.weightings import AggregatorLike
 from steelyard.errors import InputError, SpecError
-from steelyard.execution import Workers
-from steelyard.spec import listed
+from steelyard.execution.workers import Workers
+from steelyard.spec.protocol import listed
 
 
 def regularize(
@@ -27,7 +27,7 @@ def regularize(
     check_finite: bool = True,
     workers: Workers | None = None,
     aggregate: AggregatorLike = "sum",
-    grad_space: Literal["logprobs", "parameters"] = "logprobs",
+    grad_space: GradSpace = "logprobs",
     track_every: int = 1,
     seed: int | None = None,
     measure_progress: int = 0,
@@ -101,7 +101,9 @@ def regularize(
     arguments = dict(locals())
     standing = list(regularizers)
     if isinstance(client, RegularizedClient):
-        defaults = {name: each.default for name, each in signature(regularize).parameters.items()}
+        defaults = {
+            name: parameter.default for name, parameter in signature(regularize).parameters.items()
+        }
         given = {**arguments, "client": defaults["client"], "regularizers": tuple(standing)}
         changed = [name for name, value in given.items() if value != defaults[name]]
         if changed:
@@ -116,16 +118,14 @@ def regularize(
             f"client must have the methods forward and forward_backward, and "
             f"{type(client).__name__} has no {' and no '.join(missing)}."
         )
-    # Found once: the pipelines of all calls share its state.
-    aggregator = aggregator_of(aggregate)
-    settings = TermSettings(
+    settings = ClientSettings(
         track_grad_norms,
         parallel,
         timeout,
         max_concurrency,
         check_finite,
         workers,
-        aggregator,
+        aggregate,
         track_every,
         seed,
         grad_space,

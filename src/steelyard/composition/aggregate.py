@@ -21,16 +21,18 @@ from steelyard.composition.bounds import size_of_base
 from steelyard.composition.ranks import Ranks
 from steelyard.composition.terms import TermResult
 from steelyard.errors import AggregationError, SpecError
-from steelyard.gradients import Row, gram, norm_of, norms_and_cosines, split_metrics, weighted_sum
-from steelyard.output import BaseLossOutput, CustomLossOutput, RegularizerOutput
-from steelyard.spec import BASE, Stateful, title
+from steelyard.gradients.algebra import Row, gram, norm_of, norms_and_cosines, weighted_sum
+from steelyard.gradients.parse_result import split_metrics
+from steelyard.output.custom_loss import BaseLossOutput, CustomLossOutput, RegularizerOutput
+from steelyard.spec.error_messages import BASE, title
+from steelyard.spec.protocol import Stateful
 
 # Inner products of gradients, by the names of two terms.
 Products: TypeAlias = Mapping[tuple[str, str], float]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedGradients:
     """Gradients that several processes have compared, the same on all of them.
 
     Attributes:
@@ -152,7 +154,7 @@ def combine(
     tracked: bool,
     step: int = 0,
     share: float = 1.0,
-    known: Comparison | None = None,
+    known: ComparedGradients | None = None,
     declared: Sequence[str] = (),
 ) -> Combined:
     """Combine the gradients of the terms.
@@ -177,24 +179,7 @@ def combine(
     cosines: dict[tuple[str, str], float] = {}
     products: Sequence[Sequence[float]] = ()
     if tracked or aggregator.reads_gram:
-        for space in dict.fromkeys(result.space for result in done):
-            mine = [r for r in done if r.space == space and r.gradients.keys() >= set(space)]
-            rows = [[g for key in space for g in r.gradients[key]] for r in mine]
-            found = (
-                gram(rows, in_float64=aggregator.in_float64)
-                if known is None
-                else [[known.products[a.term.name, b.term.name] for b in mine] for a in mine]
-            )
-            if space == (main,):
-                products = found
-            own = norms_and_cosines([r.term.name for r in mine], found)
-            norms |= own[0]
-            # A term with a lower bound is subtracted: it pulls against its own gradient.
-            lower = {r.term.name for r in mine if r.bound is not None and not r.bound.upper}
-            cosines |= {
-                (a, b): -cosine if (a in lower) != (b in lower) else cosine
-                for (a, b), cosine in own[1].items()
-            }
+        norms, cosines, products = _compare(done, aggregator, main, known)
     factors: dict[str, float] = {}
     if aggregator.reads_gram:
         share = share if known is None else known.share
@@ -209,9 +194,12 @@ def combine(
         totals[key] = weighted_sum([weights[result.term.name] for result in mine], of_key)
     total_norm = None
     if main in totals:
+        # The gradient of the whole batch is on no single process: its norm is that of the sum.
         total_norm = (
             norm_of(totals[main]) if known is None else _norm_of_sum(weights, known.products)
         )
+    # Fused terms have no gradients of their own, but the gradient of their weighted sum, and norms
+    # and cosines from the kernel. Terms are fused for the plain sum alone, so no factors apply.
     for group in dict.fromkeys(r.group for r in results if r.group is not None):
         joint = group.joint
         for key, row in group.gradients.items():
@@ -222,6 +210,38 @@ def combine(
     if not tracked:
         norms, cosines = {}, {}
     return Combined(totals, total_norm, norms, cosines, factors)
+
+
+def _compare(
+    done: Sequence[TermResult], aggregator: Aggregator, main: str, known: ComparedGradients | None
+) -> tuple[dict[str, float], dict[tuple[str, str], float], Sequence[Sequence[float]]]:
+    """Norms and cosines of the terms of each space, and the Gram matrix of the main space.
+
+    Gradients of different spaces have no inner product: each space has a Gram matrix of its own.
+    """
+    norms: dict[str, float] = {}
+    cosines: dict[tuple[str, str], float] = {}
+    of_main: Sequence[Sequence[float]] = ()
+    for compared in dict.fromkeys(result.compared_with for result in done):
+        space, owner = compared
+        mine = [r for r in done if r.compared_with == compared and r.gradients.keys() >= set(space)]
+        names = [r.term.name for r in mine]
+        if known is None:
+            rows = [[gradient for key in space for gradient in r.gradients[key]] for r in mine]
+            products = gram(rows, in_float64=aggregator.in_float64)
+        else:  # the processes have summed the products: the rows here are without tensors
+            products = [[known.products[a, b] for b in names] for a in names]
+        if space == (main,) and not owner:
+            of_main = products
+        norms_here, cosines_here = norms_and_cosines(names, products)
+        norms |= norms_here
+        # A term with a lower bound is subtracted: its gradient in the loss is minus its own.
+        lower = {r.term.name for r in mine if r.bound is not None and not r.bound.upper}
+        cosines |= {
+            (a, b): -cosine if (a in lower) != (b in lower) else cosine
+            for (a, b), cosine in cosines_here.items()
+        }
+    return norms, cosines, of_main
 
 
 def _norm_of_sum(weights: Mapping[str, float], products: Products) -> float:
@@ -253,8 +273,8 @@ def set_multipliers(
     numbers = dict(zip([result.term.name for result in ran], read_numbers(ran), strict=True))
     bounded = [result for result in results if result.term.is_bounded]
     for result in bounded:
-        result.term.facts.multiplier.begin_step(step)
-    needs_size = any(result.term.facts.multiplier.needs_size for result in bounded)
+        result.term.statistics.multiplier.begin_step(step)
+    needs_size = any(result.term.statistics.multiplier.needs_size for result in bounded)
     base, slope = numbers[BASE], gradient_size(results[0]) if needs_size else 0.0
     part = float(part) if needs_size else 1.0
     values = [numbers.get(result.term.name) for result in bounded]
@@ -266,8 +286,7 @@ def set_multipliers(
         bound = result.term.spec.bound_at(step)
         if value is None or bound is None:  # bound: for mypy, it is there
             continue
-        multiplier = result.term.facts.multiplier
-        multiplier.warn_if_unmet(result.term.name, bound, value)
+        multiplier = result.term.statistics.multiplier
         share = shares.get(result.term.name, 1.0)
         # The size of the base loss of the whole step, of which this call has a share: in the sum
         # over its calls, the multiplier is then that of one large call.
@@ -307,14 +326,16 @@ def _factors(
     # A term of weight 0 is switched off: to MGDA, for one, its row of zeros would be the optimum.
     seen = [r for r in done if weight_of.get(r.term.name, 0.0) != 0]
     for result in seen:
-        if result.space != (main,):
+        if result.compared_with != ((main,), ""):
+            of_its_own = " of its own data" if result.compared_with[1] else ""
             raise SpecError(
                 f"an aggregator compares gradients with respect to the same tensors, here "
                 f"{main}, and the gradient of {title(result.term.name)} is with respect to "
-                f"{' and '.join(result.space)}: give it anchor=True, which exempts it, compare "
-                f"them with grad_space='parameters', or use aggregate='sum'."
+                f"{' and '.join(result.space)}{of_its_own}: give it anchor=True, which exempts it, "
+                f"compare them with grad_space='parameters', or use aggregate='sum'."
             )
-    rows = [i for i, r in enumerate(r for r in done if r.space == (main,)) if r in seen]
+    in_main = [r for r in done if r.compared_with == ((main,), "")]
+    rows = [i for i, r in enumerate(in_main) if r in seen]
     # One gradient has none to be compared with.
     if len(rows) < (1 if aggregator.by_row else 2):
         return {}
@@ -328,7 +349,7 @@ def _factors(
     ]
     try:
         numbers = read_numbers(seen) if values is None else [values[name] for name in names]
-        found = aggregator.factors_of(names, declared, numbers, weights, weighted)
+        factors = aggregator.factors_of(names, declared, numbers, weights, weighted)
     except AggregationError as error:
         warnings.warn(
             f"step {step} takes the plain sum of the gradients: {error}",
@@ -337,7 +358,7 @@ def _factors(
         )
         return {}
     ones = {result.term.name: 1.0 for result in done}
-    return ones | dict(zip(names, found, strict=True))
+    return ones | dict(zip(names, factors, strict=True))
 
 
 def _added(a: Row | None, b: Row) -> Row:

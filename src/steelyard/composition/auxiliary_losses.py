@@ -80,7 +80,7 @@ def begin_collecting() -> Deposits:
 
 def end_collecting(deposits: Deposits) -> None:
     """Close a collection, if it is open."""
-    for at, each in enumerate(_open.stack):
-        if each is deposits:
+    for at, collection in enumerate(_open.stack):
+        if collection is deposits:
             del _open.stack[at]
             return

@@ -1,4 +1,8 @@
-"""Multipliers of bounded terms: a PI controller holds the value of a term at its bound.
+"""Multipliers of bounded terms: a controller holds the value of a term at its bound.
+
+The weight of a term with a bound rises while the value breaks the bound, and falls while it keeps
+it. It has two parts: a factor that reacts to the value of this call, and a gain G that moves once
+per optimizer step. KP and KI below are their constants kp and ki.
 
 With the value v of a term, its bound b and the scale s (|b| unless given), the error is
 
@@ -6,37 +10,48 @@ With the value v of a term, its bound b and the scale s (|b| unless given), the 
 
 positive where the bound is violated. The multiplier of a call, its weight in the loss, is
 
-    λ = unit · clip(kp e + I, 0, LIMIT)   with   unit = size of the base loss / s,
+    λ = unit · G · max(0, 1 + kp clip(e, -1, 1))   with   unit = size of the base loss / s,
 
-and after each optimizer step, with ē the mean error of its calls,
+and after each optimizer step, with ē the mean over its calls of clip(e, -3, 3),
 
-    I ← clip(I + ki ē, 0, LIMIT).
+    G ← G exp(ki ē), within limits;  where λ is 0 within the bound, only down to the first G.
 
 The unit makes the controller blind to scale: if the term and its bound are multiplied by c, or the
-base loss is a sum instead of a mean, λ · term keeps its ratio to the base loss. The proportional
-part reads the value of this very call; with one step of delay a tight bound swings. The clip of I
-keeps it from growing while the multiplier cannot grow (anti-windup), and from turning negative.
+base loss is a sum instead of a mean, λ · term keeps its ratio to the base loss.
+
+The factor 1 + kp e reads the value of this very call; with one step of delay a tight bound swings.
+It makes the term a penalty that stiffens around its bound: 0 up to the distance s / kp within it,
+G at the bound, and 1 + kp times that at twice the bound and beyond. Its clip is for heavy tails:
+a batch far beyond the bound has a large gradient anyway, and its weight must not grow too.
+
+The gain G is the weight that the bound needs in the end, in units. That is not known within an
+order of magnitude, so it is found by factors. It rests where the mean of ē is 0; clipped as the
+factor's error is, batches at 2 and at 4 times the bound would count alike, and the mean of values
+with a heavy tail would rest above the bound. It moves slowly beside the factor: with ki = 0.3 a
+value without noise swings between half and one and a half times its bound. It is not lowered
+further while a value is within the bound without any weight of the term (anti-windup).
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from steelyard.errors import StateError
-from steelyard.spec import Bound, Stateful, is_finite
+from steelyard.spec.checks import is_finite
+from steelyard.spec.protocol import Stateful
+from steelyard.spec.weights import Bound
 
-KP, KI, LIMIT = 0.3, 0.02, 10.0
+KP, KI = 3.0, 0.1
+GAIN, SMALLEST_GAIN, LARGEST_GAIN = 0.05, 0.001, 10.0  # the first one, and its limits
+_LARGEST_ERROR = 3.0  # in the mean that moves the gain
 _STEPS_FOR_SIZE = 5  # optimizer steps after which the size of the base loss is fixed
 _NEAR_ZERO = 0.01  # a base loss below this fraction of its gradient's size is near 0
-_TOLERANCE, _PATIENCE = 0.05, 50  # relative violation, and for how many steps, that is reported
-
-
-class UnmetBoundWarning(UserWarning):
-    """A bound has been violated for many steps."""
+_KEYS_OF_0_2_0 = frozenset(
+    {"integral", "step", "error_sum", "calls", "size_sum", "sizes", "steps", "unmet_steps"}
+)
 
 
 @dataclass
@@ -44,24 +59,24 @@ class Multiplier:
     """State of the controller of one bounded term.
 
     Attributes:
-        integral: I.
+        gain: G.
         step: number of the current optimizer step; None before the first call.
         error_sum: sum of the errors of the calls of this step.
+        weight_sum: sum of their multipliers.
         calls: number of these calls.
         size_sum: sum of the sizes of the base loss, until they are fixed.
         sizes: number of these sizes.
         steps: number of optimizer steps completed.
-        unmet_steps: number of optimizer steps in a row at which the bound was violated.
     """
 
-    integral: float = 0.0
+    gain: float = GAIN
     step: int | None = None
     error_sum: float = 0.0
+    weight_sum: float = 0.0
     calls: int = 0
     size_sum: float = 0.0
     sizes: int = 0
     steps: int = 0
-    unmet_steps: int = 0
 
     @property
     def needs_size(self) -> bool:
@@ -74,10 +89,13 @@ class Multiplier:
             return
         if self.calls:
             error = self.error_sum / self.calls
-            self.integral = _clip(self.integral + KI * error)
-            self.unmet_steps = self.unmet_steps + 1 if error > _TOLERANCE else 0
+            # A value that is within its bound by itself says nothing about the gain it needs there.
+            is_idle = error < 0 and self.weight_sum == 0
+            smallest = min(self.gain, GAIN) if is_idle else SMALLEST_GAIN
+            self.gain = min(max(smallest, self.gain * math.exp(KI * error)), LARGEST_GAIN)
             self.steps += 1
-        self.step, self.error_sum, self.calls = step, 0.0, 0
+        self.step, self.calls = step, 0
+        self.error_sum = self.weight_sum = 0.0
 
     def weight(self, bound: Bound, value: float, size: float | None) -> float:
         """Multiplier of a call, without its sign; counts its error for this step.
@@ -93,46 +111,38 @@ class Multiplier:
         unit = self.size_sum / self.sizes / bound.scale
         error = bound.error(value)
         if not math.isfinite(error):
-            return unit * self.integral
-        self.error_sum += error
+            return unit * self.gain
+        weight = unit * self.gain * max(0.0, 1 + KP * _clipped(error, 1.0))
+        self.error_sum += _clipped(error, _LARGEST_ERROR)
+        self.weight_sum += weight
         self.calls += 1
-        return unit * _clip(KP * error + self.integral)
-
-    def warn_if_unmet(self, name: str, bound: Bound, value: float) -> None:
-        """Warn if the bound has been violated for many steps, and count them anew."""
-        if self.unmet_steps < _PATIENCE:
-            return
-        self.unmet_steps = 0
-        kind = "at_most" if bound.upper else "at_least"
-        state = "at its limit" if self.integral >= LIMIT else "still rising"
-        warnings.warn(
-            f"{name} is at {value:.4g}, bound {kind} {bound.value:.4g}, for {_PATIENCE} steps: "
-            f"multiplier {state}. Give it more steps or a smaller learning rate, or a bound that "
-            f"can be met.",
-            UnmetBoundWarning,
-            stacklevel=2,
-        )
+        return weight
 
     def state_dict(self) -> dict[str, Any]:
         """State to save."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
+        """Restore what `state_dict` returned, here or in version 0.2.0.
 
         Raises:
             StateError: it is not that.
         """
+        if isinstance(state, Mapping) and set(state) == _KEYS_OF_0_2_0:
+            # Its multiplier at the bound was unit · integral, 0 before the first violation.
+            old = {key: state[key] for key in ("step", "size_sum", "sizes", "steps")}
+            state = Multiplier(gain=state["integral"] or GAIN).state_dict() | old
         known = {each.name for each in fields(self)}
-        valid = isinstance(state, Mapping) and set(state) == known
+        # A state may also count the steps far beyond the bound, which decide nothing.
+        valid = isinstance(state, Mapping) and set(state) - {"far_steps"} == known
         if not valid or not all(
             is_finite(value) or (key == "step" and value is None) for key, value in state.items()
         ):
             raise StateError(
                 f"the state of a bound must hold numbers for {sorted(known)}, got {state!r}."
             )
-        for key, value in state.items():
-            setattr(self, key, value)
+        for key in known:
+            setattr(self, key, state[key])
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +172,10 @@ class BoundedState:
             self.term.load_state_dict(state["term"])
 
 
+def _clipped(number: float, limit: float) -> float:
+    return min(max(-limit, number), limit)
+
+
 def size_of_base(value: float, gradient_size: float) -> float:
     """Size of a base loss: that of its value, or of its gradient where the value is near 0.
 
@@ -174,7 +188,3 @@ def size_of_base(value: float, gradient_size: float) -> float:
     near_zero = abs(value) < _NEAR_ZERO * gradient_size
     size = gradient_size if near_zero else abs(value)
     return size if math.isfinite(size) and size > 0 else 1.0
-
-
-def _clip(gain: float) -> float:
-    return min(max(0.0, gain), LIMIT)

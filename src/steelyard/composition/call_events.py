@@ -1,4 +1,4 @@
-"""Telemetry events of one call."""
+"""Telemetry events of one call, and the failures of its terms: raised, or skipped for the step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 from steelyard import telemetry
 from steelyard.composition.terms import TermResult
-from steelyard.errors import TermError
-from steelyard.output import CustomLossOutput
+from steelyard.errors import InputError, TermError
+from steelyard.output.custom_loss import CustomLossOutput
+from steelyard.spec.error_messages import describe, title
 from steelyard.telemetry import events
+from steelyard.telemetry.bus import listening
 
 CALL_EVENTS = tuple(event for event in events.ALL if not event.startswith("steelyard.penalties."))
 _WITH_NUMBERS = (
@@ -55,7 +57,7 @@ class CallEvents:
 
     def wants_numbers(self) -> bool:
         """Whether a handler reads values, which may have to be copied from a device."""
-        return telemetry.listening(*_WITH_NUMBERS)
+        return listening(*_WITH_NUMBERS)
 
     def stop(self, results: Iterable[TermResult], output: CustomLossOutput, began: float) -> None:
         """Emit the stop events of the terms and of the call; composing them started at `began`."""
@@ -99,6 +101,37 @@ def _metadata(result: TermResult) -> dict[str, Any]:
     return {
         "regularizer_name": result.term.name,
         "weight": result.weight,
-        "is_async": result.place == "async" or result.term.spec.is_async,
-        "run_in": result.place,
+        "is_async": result.executor == "async" or result.term.spec.is_async,
+        "run_in": result.executor,
     }
+
+
+def skip(result: TermResult, error: BaseException, events: CallEvents | None = None) -> None:
+    """Report the failure of a term, and skip the term for this step if `on_error="skip"`.
+
+    A skipped term has no value and no gradient. Its reason, `result.skipped`, goes to
+    `CustomLossOutput.skipped`.
+
+    Raises:
+        TermError: it is the base loss, or its `on_error` is `"raise"`.
+    """
+    failure = as_term_error(result.term.name, error)
+    if events is not None:
+        events.term_failed(result, failure)
+    if result.term.is_base or result.term.spec.on_error == "raise":
+        raise failure
+    result.value, result.number, result.gradients, result.group = None, None, {}, None
+    result.skipped = failure.reason or describe(failure)
+    result.failed_at = failure.datum
+
+
+def as_term_error(name: str, error: BaseException) -> TermError:
+    """Wrap an error as a `TermError` of the term, unless it is one already."""
+    if isinstance(error, TermError) and error.term == name:
+        return error
+    reason = describe(error)
+    # The user's own errors may have any attributes.
+    datum = error.datum if isinstance(error, InputError | TermError) else None
+    failure = TermError(f"{title(name)} failed: {reason}", term=name, datum=datum, reason=reason)
+    failure.__cause__ = error
+    return failure

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import add
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Self, TypeAlias
 
@@ -17,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from steelyard import telemetry
+from steelyard._torch_internals import active_transforms
 from steelyard.composition.aggregate import combine
 from steelyard.composition.auxiliary_losses import Deposits, begin_collecting, end_collecting
 from steelyard.composition.call_events import CALL_EVENTS, CallEvents
@@ -28,19 +30,36 @@ from steelyard.composition.distributed_inputs import (
     with_parts,
 )
 from steelyard.composition.evaluate import Evaluator
-from steelyard.composition.input_lookup import gather
-from steelyard.composition.input_names import Named, Reads, base_of, itself, spec_of, specs_of, term
+from steelyard.composition.input_names import (
+    Named,
+    Reads,
+    base_of,
+    gather_inputs,
+    itself,
+    spec_of,
+    specs_of,
+    term,
+)
 from steelyard.composition.inputs import Inputs, requiring_grad, runs_in_graph
 from steelyard.composition.lazy_output import LazyOutput
+from steelyard.composition.own_data import batch_of, check_joined, inputs_of
 from steelyard.composition.ranks import Ranks
+from steelyard.composition.run_recorder import CallRecorder
+from steelyard.composition.settings import Settings
 from steelyard.composition.term_set import TermSet
 from steelyard.composition.terms import Term, TermResult
 from steelyard.composition.traced import TracedGroup, evaluate_traced, traced_groups
 from steelyard.composition.weightings import AggregatorLike
+from steelyard.doctor.declaration import declared_terms
+from steelyard.doctor.facts import innermost
 from steelyard.errors import InputError, SpecError
-from steelyard.execution import Workers
-from steelyard.output import CustomLossOutput
-from steelyard.spec import ComposedLoss, RegularizerSpec, Schedule, is_whole, split_loss, title
+from steelyard.execution.workers import Workers
+from steelyard.output.custom_loss import CustomLossOutput
+from steelyard.spec.checks import is_whole
+from steelyard.spec.error_messages import title
+from steelyard.spec.protocol import Schedule
+from steelyard.spec.regularizer import ComposedLoss, RegularizerSpec, split_loss
+from steelyard.telemetry.bus import listening
 
 Share: TypeAlias = float | Tensor
 TermLike: TypeAlias = RegularizerSpec | Mapping[str, Any]
@@ -87,6 +106,11 @@ class CompositeLoss(nn.Module):
             respect to `wrt`.
         seed: seed of the random numbers that terms draw, as in `Pipeline`; not inside of
             `torch.compile` or `torch.func.vmap`.
+        run: a folder, new or empty, for a `metrics.jsonl` with a line for each step, a
+            `config.json` and a `log.txt`, which `steelyard watch`, `report` and `doctor` read. The
+            first process writes it. A line needs the values of its step: with
+            `check_finite=False`, which reads none, only the steps that `track_every` divides have
+            one.
 
     Attributes:
         share: factor on the sum of the regularizers, 1 unless set. For gradient accumulation
@@ -99,6 +123,8 @@ class CompositeLoss(nn.Module):
             these terms measure; they are in `output.not_run`. A trainer sets it that knows which
             tokens count; a term's function may also return None.
         observer: called with the results of each call, before their gradients are released.
+        records: whether calls are recorded in the run folder.
+        run_config: tables that a trainer adds to what the run folder declares.
 
     Raises:
         SpecError: an argument breaks a rule.
@@ -132,6 +158,7 @@ class CompositeLoss(nn.Module):
         workers: Workers | None = None,
         aggregate: AggregatorLike = "sum",
         seed: int | None = None,
+        run: str | Path | None = None,
     ) -> None:
         super().__init__()
         base, composed = split_loss(base, ())
@@ -139,15 +166,17 @@ class CompositeLoss(nn.Module):
         self._terms = TermSet(
             base_of(base),
             [*specs_of(composed), *specs_of(terms), *left],
-            track_grad_norms,
-            parallel,
-            timeout,
-            max_concurrency,
-            check_finite,
-            workers,
-            aggregate,
-            track_every=track_every,
-            seed=seed,
+            Settings(
+                track_grad_norms,
+                parallel,
+                timeout,
+                max_concurrency,
+                check_finite,
+                workers,
+                aggregate,
+                track_every,
+                seed,
+            ),
             gives=_GIVEN,
         )
         self.share: Share = 1.0
@@ -161,6 +190,12 @@ class CompositeLoss(nn.Module):
         self._unweighed: set[str] = set()
         self._deposits: Deposits = {}
         self._last: LazyOutput | None = None
+        self.records = True
+        self.run_config: Mapping[str, Any] = {}
+        self._recorder = _recorder_of(run)
+        if self._recorder is not None:
+            weakref.finalize(self, self._recorder.close)
+        self._optimizer: weakref.ref[Optimizer] | None = None
         self._base_module = base if isinstance(base, nn.Module) else None
         self.register_buffer("_weights", torch.zeros(0), persistent=False)
         self._weights: Tensor
@@ -181,6 +216,8 @@ class CompositeLoss(nn.Module):
 
     @step.setter
     def step(self, step: int) -> None:
+        if step != self._step:
+            self.record_step()
         self._counts_calls = False
         self._set_step(step)
 
@@ -193,10 +230,16 @@ class CompositeLoss(nn.Module):
     def output(self) -> CustomLossOutput:
         """The numbers of the last call, in this process.
 
+        They are read from their device here, and shown to the doctor, who warns of what is wrong.
+
         Raises:
             InputError: there was none.
         """
-        return self._last_call().output
+        last = self._last_call()
+        output = last.output
+        if last.step is not None:
+            self._terms.examine(last.step, output)
+        return output
 
     @property
     def results(self) -> Sequence[TermResult]:
@@ -206,14 +249,6 @@ class CompositeLoss(nn.Module):
             InputError: there was none.
         """
         return self._last_call().results
-
-    @property
-    def readings(self) -> Sequence[TermResult]:
-        """The name of `results` in 0.1.0; deprecated."""
-        warnings.warn(
-            "CompositeLoss.readings is deprecated: use results.", DeprecationWarning, stacklevel=2
-        )
-        return self.results
 
     def output_across_ranks(self, group: dist.ProcessGroup | None = None) -> CustomLossOutput:
         """The numbers of the last call, each averaged over the processes where the term ran.
@@ -240,21 +275,25 @@ class CompositeLoss(nn.Module):
             SpecError: a schedule yields a bad weight at this step.
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
-        found = gather(outputs, inputs)
+        named = gather_inputs(outputs, inputs)
         if self._deposits:
-            found.setdefault("aux", self._deposits)
-        self._warn_unweighed(found.get("aux"))
+            named.setdefault("aux", self._deposits)
+        self._warn_unweighed(named.get("aux"))
         if self._counts_calls and torch.is_grad_enabled():
             self._count_call()
-        for each in self._due:
-            if each.name not in self.unmeasured:
-                _check_inputs(each, found)
+        for due in self._due:
+            if due.name not in self.unmeasured:
+                _check_inputs(due, inputs_of(named, due.name))
+        if self._reads_own_data:
+            measured = (term.spec for term in self._due if term.name not in self.unmeasured)
+            check_joined(measured, named.get("data"))
         if not torch.compiler.is_compiling():
-            total = self._compose_mapped(found) if _in_vmap() else self._compose(found)
+            mapped = "Vmap" in active_transforms()
+            total = self._compose_mapped(named) if mapped else self._compose(named)
         elif self._traceable and not self.unmeasured:
-            total = self._compose_traced(found, self._groups)
+            total = self._compose_traced(named, self._groups)
         else:
-            total = self._compose(found)
+            total = self._compose(named)
         if self._deposits:
             self._deposits = {}
         return total
@@ -277,7 +316,11 @@ class CompositeLoss(nn.Module):
         def count(*_: object) -> None:
             self.step += 1
 
-        return innermost_optimizer(optimizer).register_step_post_hook(count)
+        followed = innermost_optimizer(optimizer)
+        self._optimizer = weakref.ref(followed)
+        if self._recorder is not None:
+            self._recorder.follows = True
+        return followed.register_step_post_hook(count)
 
     def set_wrapper(self, model: nn.Module) -> None:
         """Compare gradients over the processes if `model` is what averages those of `wrt`.
@@ -291,6 +334,33 @@ class CompositeLoss(nn.Module):
             module is self._wrt_module[0] for module in model.modules()
         )
         self._wrapper = (model,) if averages else ()
+
+    def join(self, data: Any) -> Any:
+        """Return the data of the next call: the batch, and behind them those of its terms' own.
+
+        Run the model on `joined.data`, and pass `data=joined` with all their `logprobs`; see
+        `Pipeline.join`.
+        """
+        counted = self._counts_calls and self._called
+        return self._terms.join(data, self._step + counted)
+
+    def record_step(self) -> None:
+        """Write the line of the current step to the run folder, if there are calls of it left.
+
+        Otherwise it is written when the step changes, and where calls are counted with the call.
+        """
+        if self._recorder is None:
+            return
+        optimizer = None if self._optimizer is None else self._optimizer()
+        rate = None if optimizer is None else optimizer.param_groups[0]["lr"]
+        last = self._last if self._reads_values else None
+        self._recorder.end_step(self._step, self._declared, last, rate)
+
+    @property
+    def _reads_values(self) -> bool:
+        """Whether the line of the current step is written, which reads its values."""
+        settings = self._terms.settings
+        return settings.check_finite or self._step % settings.track_every == 0
 
     def watch(self, model: nn.Module) -> RemovableHandle:
         """Collect the values passed to `aux_loss` during each forward pass of `model`."""
@@ -361,14 +431,15 @@ class CompositeLoss(nn.Module):
         settings = self._terms.settings
         self._tracked = settings.tracks(self._step)
         self._traceable = not settings.compares_gradients(self._step) and all(
-            runs_in_graph(t.spec) and not t.is_bounded for t in self._due
+            runs_in_graph(t.spec) and not t.is_bounded and t.spec.data is None for t in self._due
         )
+        self._reads_own_data = any(term.spec.data is not None for term in self._due)
         self._joined = bool(self._terms.stateful) or any(s.ranks == "one" for s in self.specs)
         self._not_run = tuple(s.name for s in self.specs if not s.due(self._step))
         tracks = settings.track_grad_norms and settings.track_every > 1
         self._reads_step = tracks or any(map(_reads_step, self.specs))
         self._read_aux = {name for spec in self.specs for name in _aux_of(spec)}
-        weights = [each.spec.weight_at(self._step) for each in self._due]
+        weights = [term.spec.weight_at(self._step) for term in self._due]
         self._weights = torch.tensor(weights, dtype=torch.float32, device=self._weights.device)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
@@ -379,6 +450,7 @@ class CompositeLoss(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Deposits of the last forward pass hold its graph; neither it nor a group can be pickled.
         dropped = dict[str, Any](_deposits={}, group=None, observer=None, _wrapper=())
+        dropped |= dict[str, Any](_recorder=None, _optimizer=None)  # a copy writes no run folder
         return {**self.__dict__, **dropped}
 
     # Where a graph breaks (at heads, in torch 2.11), Dynamo would trace what this calls by itself.
@@ -387,9 +459,10 @@ class CompositeLoss(nn.Module):
         settings, tracked = self._terms.settings, self._tracked
         aggregator = settings.aggregator
         events = None
-        if telemetry.listening(*CALL_EVENTS):
-            data, count = inputs.get("data"), len(self.specs)
+        if listening(*CALL_EVENTS):
+            data, count = batch_of(inputs.get("data")), len(self.specs)
             events = CallEvents(self._terms.model_id, data, count, tracked=tracked)
+        self._open_recorder()
         try:
             compared = settings.compares_gradients(self._step)
             targets = self._targets(inputs) if compared else []
@@ -400,10 +473,7 @@ class CompositeLoss(nn.Module):
             trains = torch.is_grad_enabled()
             call = self._terms.count_call(self._step, trains=trains)
             seed = CallSeed(settings.seed, call, trains, self.group)
-            workers = self._terms.own_workers
-            evaluator = Evaluator(
-                named, settings, workers, events, ranks=ranks, seed=seed, part=self.share
-            )
+            evaluator = Evaluator(named, settings, events, ranks=ranks, seed=seed, part=self.share)
             results = evaluator.evaluate(
                 self._due, self._step, tracked=tracked, unmeasured=self.unmeasured
             )
@@ -438,11 +508,49 @@ class CompositeLoss(nn.Module):
             norm = (combined.total_norm or 0.0) if tracked else None
             summary = replace(combined, totals={}, total_norm=norm)
         # Bypasses nn.Module.__setattr__, whose search for parameters takes as long as a small term.
-        last = LazyOutput(results, self._not_run, summary, self.share)
+        last = LazyOutput(
+            results, self._not_run, summary, self.share, self._step if trains else None
+        )
         self.__dict__["_last"] = last
+        self._record(last, trains=trains)
         if events is not None and events.wants_numbers():
             events.stop(results, last.output, began)
         return total
+
+    def _open_recorder(self) -> None:
+        """Open the run folder before the first step, in the first process."""
+        if self._recorder is None:
+            return
+        if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
+            self._recorder = None
+        elif self.records and torch.is_grad_enabled():
+            self._recorder.open(self._step, self._declared)
+
+    def _record(self, call: LazyOutput, *, trains: bool) -> None:
+        """Add a call to the run folder; it is a step of its own where calls are counted."""
+        recorder = self._recorder
+        if recorder is None or not (self._reads_values and self.records):
+            return
+        recorder.add(call, self._step, trains=trains)
+        if trains and self._counts_calls:
+            self.record_step()
+
+    @property
+    def _declared(self) -> dict[str, Any]:
+        """Declaration of the run folder, in the form of a config."""
+        settings = self._terms.settings
+        own = {
+            "track_grad_norms": settings.track_grad_norms,
+            "track_every": settings.track_every,
+            "grad_space": "inputs" if self._wrt is None else "parameters",
+        }
+        return {
+            "trainer": type(self).__name__,
+            "loss": {"use": _name_of(self._terms.loss_fn)},
+            "regularizers": declared_terms(self.specs),
+            **self.run_config,
+            "train": {**own, **self.run_config.get("train", {})},
+        }
 
     def _release(self, results: Sequence[TermResult]) -> None:
         """Release the graph and the gradients of the results, which the observer sees before."""
@@ -463,7 +571,8 @@ class CompositeLoss(nn.Module):
         for result in results:
             result.value = None if result.value is None else result.value.detach()
             result.group = None
-        self._last = LazyOutput(results, self._not_run, share=self.share)
+        compiled = torch.is_grad_enabled()
+        self._last = LazyOutput(results, self._not_run, share=self.share, compiled=compiled)
         return total
 
     def _compose_mapped(self, inputs: Mapping[str, Any]) -> Tensor:
@@ -494,13 +603,13 @@ class CompositeLoss(nn.Module):
         fuse_base, share = _is_whole(self.share), self.share
         if not (dist.is_available() and dist.is_initialized()):
             return Inputs(named, space, targets, fuse_base=fuse_base), ()
-        (named, kept), found = with_parts(named, self._due, share, self.group), None
+        (named, kept), sharded = with_parts(named, self._due, share, self.group), None
         if targets:
             module = next(iter((*self._wrapper, *self._wrt_module)), None)
-            found = distributed_inputs(
+            sharded = distributed_inputs(
                 named, space, module, targets, share, self.group, kept, fuse_base=fuse_base
             )
-        return found or Inputs(named, space, targets, fuse_base=fuse_base), kept
+        return sharded or Inputs(named, space, targets, fuse_base=fuse_base), kept
 
     def _last_call(self) -> LazyOutput:
         if self._last is None:
@@ -520,15 +629,6 @@ class CompositeLoss(nn.Module):
                 f"part of the loss: give it one with aux={{{name!r}: ...}}.",
                 stacklevel=5,
             )
-
-
-# Where a graph breaks, Dynamo would trace the function by itself, with a warning (torch 2.11).
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
-def _in_vmap() -> bool:
-    """Return whether `torch.func.vmap` is active, alone or around other transforms."""
-    functorch = torch._C._functorch  # noqa: SLF001  # no public API
-    active = functorch.get_interpreter_stack() or ()
-    return any(each.key() == functorch.TransformType.Vmap for each in active)
 
 
 def _added(
@@ -573,6 +673,24 @@ def innermost_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside of wrappers such as accelerate's, which take no hooks themselves."""
     inner = getattr(optimizer, "optimizer", None)
     return innermost_optimizer(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def _recorder_of(run: str | Path | None) -> CallRecorder | None:
+    """Writer of the run folder; None without one.
+
+    Raises:
+        SpecError: it is no path.
+    """
+    if run is None:
+        return None
+    if not isinstance(run, str | Path) or not str(run):
+        raise SpecError(f"run must be the path of a folder, got {run!r}.")
+    return CallRecorder(run)
+
+
+def _name_of(base: Any) -> str:
+    fn = innermost(base)
+    return str(getattr(fn, "__name__", type(fn).__name__))
 
 
 def _reads_step(spec: RegularizerSpec) -> bool:
@@ -628,10 +746,10 @@ def _parameters_of(wrt: nn.Module | Tensor | Iterable[Tensor] | None) -> list[Te
         wrt = [wrt]
     tensors = wrt.parameters() if isinstance(wrt, nn.Module) else wrt
     every = list(tensors) if isinstance(tensors, Iterable) else [tensors]
-    for each in every:
-        if not isinstance(each, Tensor):
-            raise SpecError(f"wrt must be a module, a tensor or a list of tensors, got {each!r}.")
-    targets = [each for each in every if each.requires_grad]
+    for tensor in every:
+        if not isinstance(tensor, Tensor):
+            raise SpecError(f"wrt must be a module, a tensor or a list of tensors, got {tensor!r}.")
+    targets = [tensor for tensor in every if tensor.requires_grad]
     if not targets:
         raise SpecError(
             f"wrt must hold tensors that require a gradient, and none of the {len(every)} does."
@@ -639,15 +757,15 @@ def _parameters_of(wrt: nn.Module | Tensor | Iterable[Tensor] | None) -> list[Te
     return targets
 
 
-def _check_inputs(each: Term, inputs: Mapping[str, Any]) -> None:
-    if isinstance(each.spec.fn, Named):
-        each.spec.fn.check(each.name, inputs)
+def _check_inputs(term: Term, inputs: Mapping[str, Any]) -> None:
+    if isinstance(term.spec.fn, Named):
+        term.spec.fn.check(term.name, inputs)
         return
-    for name in ("data", "logprobs", *each.spec.needs):
+    for name in ("data", "logprobs", *term.spec.needs):
         if name not in inputs:
             there = ", ".join(repr(name) for name in inputs) or "none"
             raise InputError(
-                f"{title(each.name)} reads the input {name!r}, which is not there; the inputs "
+                f"{title(term.name)} reads the input {name!r}, which is not there; the inputs "
                 f"are: {there}. "
-                f"Name others with steelyard.integrations.torch.term(..., inputs=...)."
+                f"Name others with steelyard.term(..., inputs=...)."
             )

@@ -23,25 +23,22 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from steelyard.composition.aggregate import Comparison, read_numbers
+from steelyard._torch_internals import is_fully_sharded
+from steelyard.composition.aggregate import ComparedGradients, read_numbers
 from steelyard.composition.input_names import Reads
 from steelyard.composition.inputs import Inputs, requiring_grad, runs_in_graph, widened
 from steelyard.composition.ranks import Ranks, sum_over_ranks
 from steelyard.composition.terms import Term, TermResult
 from steelyard.errors import GradientError, InputError
-from steelyard.gradients import (
+from steelyard.gradients.algebra import Row, differentiate, gram
+from steelyard.gradients.layout import mapped, tensors_in
+from steelyard.gradients.sharded import (
     FullyShardedParameters,
-    Row,
-    differentiate,
-    gram,
-    is_fully_sharded,
     is_sharded,
-    mapped,
     sharded_gram,
-    tensors_in,
 )
-from steelyard.penalties.from_logits import Projection
-from steelyard.spec import title
+from steelyard.penalties.from_logits.projection import Projection
+from steelyard.spec.error_messages import title
 
 
 class DistributedInputs(Inputs):
@@ -85,7 +82,7 @@ class DistributedInputs(Inputs):
         result.value = widened(result.term.spec, result.value)
         result.method = "autograd" if result.value.requires_grad else None
 
-    def compare(self, results: Sequence[TermResult], *, reads_values: bool) -> Comparison:
+    def compare(self, results: Sequence[TermResult], *, reads_values: bool) -> ComparedGradients:
         """Compare the gradients of all terms; a collective operation.
 
         Every term that has a gradient on some process gets an entry in `gradients`, which has no
@@ -122,7 +119,7 @@ class DistributedInputs(Inputs):
             for a, row in zip(scales, products, strict=True)
             for b, product in zip(scales, row, strict=True)
         }
-        return Comparison(of_pairs, share, values)
+        return ComparedGradients(of_pairs, share, values)
 
     def _counted(self, result: TermResult) -> Tensor | None:
         """The value of a term as it counts in the mean over the processes; None if it has none."""
@@ -260,7 +257,9 @@ def with_parts(
                 f"pass it the whole tensor, x.full_tensor()."
             )
     # A projection has rows of its own: the gradient of its layer is averaged over the processes.
-    own_rows: Mapping[str, Any] = mapped(named, lambda each: mapped(each, as_it_is), Projection)
+    own_rows: Mapping[str, Any] = mapped(
+        named, lambda projection: mapped(projection, as_it_is), Projection
+    )
     if not any(map(_is_shard, tensors_in(own_rows))):
         return own_rows, ()
     # Also where the share is 1: it may be another one in other processes, which reduce it.

@@ -24,15 +24,15 @@ class DirectProjector(QuadprogProjector):
 
     def __call__(self, U: Tensor, G: Tensor) -> Tensor:  # noqa: N803 - TorchJD's names
         """Weights of the projections, with the shape of U, `[..., m]`."""
-        products, found = G.numpy(), U.numpy().copy()
+        products, projected = G.numpy(), U.numpy().copy()
         trace, count = products.trace(), len(products)
         matrix = products * (1 / trace if trace >= self.norm_eps else 0.0)
         matrix.flat[:: count + 1] += self.reg_eps
-        rows = found.reshape(-1, count)
+        rows = projected.reshape(-1, count)
         conflicting = ((rows @ matrix).min(1) < 0).nonzero()[0]
         if len(conflicting):
             # The solver minimizes vᵀGv / 2 - aᵀv with Cᵀv ≥ b.
             a, c = np.zeros(count), np.eye(count)
             for i in conflicting:
                 rows[i] = solve_qp(matrix, a, c, rows[i])[0]
-        return torch.from_numpy(found)
+        return torch.from_numpy(projected)

@@ -1,8 +1,8 @@
 """Evaluate the terms that are due: inline, offloaded, or fused with others.
 
-This is the one place that decides how a term runs, with `placement` for where it runs and `skips`
-for what happens when it fails. What terms read, and how they are differentiated, is up to the
-`Inputs`.
+This is the one place that decides how a term runs, with `offloaded` for where it runs and
+`call_events` for what happens when it fails. What terms read, and how they are differentiated, is
+up to the `Inputs`.
 """
 
 from __future__ import annotations
@@ -11,59 +11,33 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import SimpleQueue
 from time import perf_counter
 
 from torch import Tensor
 
-from steelyard.composition.aggregate import Aggregator, read_numbers, set_multipliers
-from steelyard.composition.call_events import CallEvents
+from steelyard.composition.aggregate import read_numbers, set_multipliers
+from steelyard.composition.call_events import CallEvents, skip
 from steelyard.composition.call_seeds import CallSeed
 from steelyard.composition.inputs import Inputs
-from steelyard.composition.one_rank import WholeBatch
-from steelyard.composition.placement import Job, gather, job_for, place_of
-from steelyard.composition.ranks import Ranks
-from steelyard.composition.skips import skip
+from steelyard.composition.offloaded import Job, executor_for, gather, job_for
+from steelyard.composition.ranks import Ranks, WholeBatch
+from steelyard.composition.settings import Settings
 from steelyard.composition.terms import Term, TermResult
 from steelyard.errors import GradientError, InputError, TermError
-from steelyard.execution import Batch, Ticket, Workers, default_workers, taken_turn
-from steelyard.gradients import (
-    IsolatedCall,
-    ValueAndGradient,
-    as_scalar,
-    check_finite,
-    check_gradient,
-    is_unmeasured,
-    split_metrics,
-)
-from steelyard.spec import Regularizer
+from steelyard.execution.executor import Batch, Ticket
+from steelyard.execution.process_lifecycle import ForkGuard
+from steelyard.execution.random_state import taken_turn
+from steelyard.execution.workers import default_workers
+from steelyard.gradients.algebra import check_gradient
+from steelyard.gradients.isolated import IsolatedCall, ValueAndGradient
+from steelyard.gradients.parse_result import as_scalar, check_finite, is_unmeasured, split_metrics
+from steelyard.spec.protocol import Regularizer
 
 _NO_SEED = CallSeed()
 # The base losses of the evaluations that are under way.
 _active: ContextVar[tuple[Term, ...]] = ContextVar("_active", default=())
-
-
-@dataclass(frozen=True)
-class EvaluatorSettings:
-    """Settings of an evaluation: the arguments of `Pipeline`, validated."""
-
-    track_grad_norms: bool
-    parallel: bool
-    timeout: float
-    width: int
-    check_finite: bool
-    aggregator: Aggregator
-    track_every: int = 1
-    seed: int | None = None
-
-    def tracks(self, step: int) -> bool:
-        """Whether norms and cosines are computed at a step."""
-        return self.track_grad_norms and step % self.track_every == 0
-
-    def compares_gradients(self, step: int) -> bool:
-        """Whether the gradients of the terms are compared at a step, to track or to aggregate."""
-        return self.tracks(step) or self.aggregator.reads_gram
 
 
 class Evaluator:
@@ -72,7 +46,6 @@ class Evaluator:
     Args:
         inputs: the inputs of the terms.
         settings: the settings of the pipeline.
-        workers: the pools that run offloaded terms; None is those that the process shares.
         events: emits telemetry; None if no handler is attached.
         stop: a queue in which another thread puts None to cancel the evaluation.
         ranks: the processes that make this call together; None if this one is alone.
@@ -84,9 +57,8 @@ class Evaluator:
     def __init__(
         self,
         inputs: Inputs,
-        settings: EvaluatorSettings,
-        workers: Workers | None,
-        events: CallEvents | None,
+        settings: Settings,
+        events: CallEvents | None = None,
         stop: SimpleQueue[Ticket | None] | None = None,
         ranks: Ranks | None = None,
         seed: CallSeed = _NO_SEED,
@@ -95,8 +67,7 @@ class Evaluator:
         self._inputs, self._settings, self._events = inputs, settings, events
         self._ranks, self._seed, self._part = ranks, seed, part
         self._whole: WholeBatch | None = None
-        self._workers, self._stop = workers, stop
-        self._check = settings.check_finite
+        self._stop, self._check = stop, settings.check_finite
 
     def evaluate(
         self,
@@ -148,13 +119,13 @@ class Evaluator:
         groups = self._groups(called, tracked=tracked)
         grouped = [result for group in groups for result in group]
         for result in grouped:
-            result.place = "inline"
+            result.executor = "inline"
         self._set_randomness(called, grouped, step)
         shared = self._shared(called) if self._ranks is not None else []
-        offloaded = [result for result in called if result.place != "inline"]
+        offloaded = [result for result in called if result.executor != "inline"]
         jobs = self._jobs(offloaded) if offloaded else []
         with ExitStack() as stack:
-            inline = [r for r in called if r.place == "inline" and r not in grouped]
+            inline = [r for r in called if r.executor == "inline" and r not in grouped]
             batch = turn = None
             if any(result.takes_turns for result in inline):
                 turn = stack.enter_context(taken_turn())
@@ -171,7 +142,7 @@ class Evaluator:
         for result in shared:
             self._receive(result)
         self._whole = None
-        self._check_results(results, step)
+        self._check_results(results)
         if any(term.is_bounded for term in terms):
             size = self._inputs.gradient_size
             set_multipliers(results, step, size, shares, self._ranks, self._part)
@@ -199,7 +170,7 @@ class Evaluator:
             TermResult(
                 term,
                 term.weight_at(step) * shares.get(term.name, 1.0),
-                "inline" if stays and inputs.inline_by_default else place_of(term),
+                "inline" if stays and inputs.inline_by_default else executor_for(term),
                 space,
                 stays,
                 measured=term.name not in unmeasured,
@@ -213,7 +184,7 @@ class Evaluator:
         if shared and self._ranks is not None:
             self._whole = WholeBatch(self._inputs, self._ranks)
         for result in shared:
-            result.place = "thread" if result.place == "inline" else result.place
+            result.executor = "thread" if result.executor == "inline" else result.executor
         return shared
 
     def _receive(self, result: TermResult) -> None:
@@ -242,13 +213,14 @@ class Evaluator:
             else:
                 with randomness.states() as states:
                     self._run_in_graph(result, began)
-                term.facts.draws |= states.drew
+                term.statistics.draws |= states.drew
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the term raised
             self.fail(result, error)
 
     def _run_in_graph(self, result: TermResult, began: float) -> None:
         term = result.term
-        returned = self._inputs.call(term, result.randomness)
+        with ForkGuard(term.name):
+            returned = self._inputs.call(term, result.randomness)
         loss, result.custom = split_metrics(term.name, returned)
         if loss is None and term.is_base and isinstance(term.spec.fn, Regularizer):
             loss = self._inputs.zero()
@@ -257,8 +229,8 @@ class Evaluator:
             return
         result.value = as_scalar(term.name, loss)
         self._inputs.differentiate(result)
-        result.duration = term.facts.duration = perf_counter() - began
-        term.facts.calls += 1
+        result.duration = term.statistics.duration = perf_counter() - began
+        term.statistics.calls += 1
 
     def check_gradients(self, results: Sequence[TermResult]) -> None:
         """Fail the terms with a gradient that is not finite.
@@ -309,38 +281,39 @@ class Evaluator:
         if self._events is not None:
             for result in group:
                 self._events.term_started(result)
-        began, found = perf_counter(), None
+        began, group_result = perf_counter(), None
         # Also a sys.exit() of a term: it is raised again when the terms run one by one.
         with suppress(Exception, SystemExit):
-            found = self._inputs.compute_together(
+            group_result = self._inputs.compute_together(
                 [result.term for result in group],
                 [float(result.weight) for result in group],
                 tracked=tracked,
             )
-        if found is not None:
-            for result, value in zip(group, found.joint.values, strict=True):
-                result.value, result.group = value, found
+        if group_result is not None:
+            for result, value in zip(group, group_result.joint.values, strict=True):
+                result.value, result.group = value, group_result
             if self._check and not all(map(math.isfinite, read_numbers(group))):
-                found = None
-        if found is None:
+                group_result = None
+        if group_result is None:
             for result in group:
                 result.value = result.number = result.group = None
                 self.run_inline(result)
             return
         share = (perf_counter() - began) / len(group)
         for result in group:
-            result.method = "autograd" if found.joint.total.requires_grad else None
-            result.duration = result.term.facts.duration = share
-            result.gradient_duration = share if found.gradients else None
+            result.method = "autograd" if group_result.joint.total.requires_grad else None
+            result.duration = result.term.statistics.duration = share
+            result.gradient_duration = share if group_result.gradients else None
 
     def _jobs(self, results: Sequence[TermResult]) -> list[Job]:
-        settings, executors = self._settings, (self._workers or default_workers()).executors
+        settings = self._settings
+        executors = (settings.workers or default_workers()).executors
         calls = [self._call(result) for result in results]
         jobs = []
         for result, call in zip(results, calls, strict=True):
             if call is None:
                 continue
-            executor = executors[result.place]
+            executor = executors[result.executor]
             try:
                 jobs.append(job_for(result, call, executor, settings.timeout, settings.width))
             except TermError as error:
@@ -355,7 +328,7 @@ class Evaluator:
             call = self._inputs.isolated(result.term, check_finite=self._check)
         if call is None or result.randomness is None:
             return call
-        remote = result.place in ("process", "ray")
+        remote = result.executor in ("process", "ray")
         records = remote and result.randomness.watched
         return replace(call, randomness=result.randomness, records_changes=records)
 
@@ -365,7 +338,7 @@ class Evaluator:
         events = self._events
         return Batch(
             [ticket for job in jobs for ticket in job.tickets],
-            {job.result.place: job.executor for job in jobs},
+            {job.result.executor: job.executor for job in jobs},
             self._settings.width,
             in_turn=not self._settings.parallel,
             on_start=None
@@ -388,7 +361,7 @@ class Evaluator:
         result.term.warn_if_never_measured()
 
     def _record(self, result: TermResult, evaluation: ValueAndGradient) -> None:
-        result.term.facts.draws |= evaluation.drew
+        result.term.statistics.draws |= evaluation.drew
         if evaluation.changed:
             result.term.warn_lost_state(evaluation.changed)
         if evaluation.value is None:
@@ -398,10 +371,10 @@ class Evaluator:
         result.method, result.duration = evaluation.method, evaluation.duration
         if evaluation.method is not None:
             result.gradient_duration = evaluation.gradient_duration
-        result.term.facts.duration = evaluation.duration
-        result.term.facts.calls += 1
+        result.term.statistics.duration = evaluation.duration
+        result.term.statistics.calls += 1
 
-    def _check_results(self, results: Sequence[TermResult], step: int) -> None:
+    def _check_results(self, results: Sequence[TermResult]) -> None:
         """Fail terms whose value is not finite; warn about terms without a gradient."""
         ran = [result for result in results if result.ran]
         if self._check:
@@ -411,7 +384,6 @@ class Evaluator:
                         check_finite(result.term.name, number)
                     except TermError as error:
                         self.fail(result, error)
-                result.term.warn_if_zero(number, float(result.weight), step)
         detached = [r for r in results if r.ran and r.method is None]
         source = self._inputs.source if detached else None
         if source is None:

@@ -1,31 +1,29 @@
-"""Names of the inputs that a composite's term reads: from its signature, or given explicitly."""
+"""Named inputs of a composite: which ones a term reads, and where they are found."""
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
-from steelyard.composition.input_lookup import NamedInputs, find, names_in, within
 from steelyard.errors import InputError, SpecError
-from steelyard.spec import (
-    BASE,
-    RegularizerSpec,
+from steelyard.gradients.layout import fields_of
+from steelyard.spec.error_messages import BASE, title
+from steelyard.spec.protocol import (
     Schedule,
     Stateful,
-    check_fields,
     entry_point,
     is_async,
     listed,
-    lookup_penalty,
     rejects,
     takes_generator,
-    title,
 )
+from steelyard.spec.registry import lookup_penalty
+from steelyard.spec.regularizer import RegularizerSpec, check_fields
 
 
 class Named(ABC):
@@ -85,7 +83,7 @@ class Reads(Named):
 
     @property
     def zero_means(self) -> str:
-        """What it says of the term that its value stays 0; see `Regularizer`."""
+        """Cause that the doctor gives where the term's value stays 0; see `Regularizer`."""
         return str(getattr(self.owner, "zero_means", ""))
 
     def __call__(self, data: NamedInputs, logprobs: object = None, **options: Any) -> Any:  # noqa: ARG002
@@ -114,7 +112,7 @@ class Reads(Named):
             try:
                 find(seen, name)
             except KeyError:
-                there = ", ".join(repr(each) for each in names_in(seen)) or "none"
+                there = ", ".join(repr(name) for name in names_in(seen)) or "none"
                 cure = ""
                 if name.startswith("aux."):
                     cure = " The model leaves it with aux_loss, and is watched with watch(model)."
@@ -299,7 +297,7 @@ def term(
             f"{list(read.required)}: name both, inputs=('data', 'logprobs') (regularizer {name!r})."
         )
     spec = RegularizerSpec(read, weight, name or _own_name(fn), **settings)
-    _check_call(read, spec.call_options, title(spec.name))
+    _check_call(read, spec.options, title(spec.name))
     return spec
 
 
@@ -391,3 +389,66 @@ def _own_name(fn: object) -> str:
     name = getattr(fn, "name", "") or getattr(fn, "__name__", "")
     own: str = name() if callable(name) else name
     return "" if own == "<lambda>" else own
+
+
+# Tensors as a rule, and any other object that a term reads.
+NamedInputs: TypeAlias = Mapping[str, Any]
+
+
+def gather_inputs(outputs: Sequence[object], inputs: NamedInputs) -> dict[str, Any]:
+    """Merge the arguments of a call into one mapping: fields of each output, then keywords.
+
+    Raises:
+        InputError: an output has no names, or a name stands twice.
+    """
+    merged: dict[str, Any] = {}
+    for output in (*outputs, inputs):
+        fields = fields_of(output)
+        if fields is None:
+            raise InputError(
+                f"an output must be a mapping or a dataclass, which give names to what they hold, "
+                f"got {type(output).__name__}: pass it by name, for example logits=...."
+            )
+        for name, value in fields.items():
+            if name in merged and merged[name] is not value:
+                raise InputError(f"an input must stand once, and {name!r} came twice.")
+            merged[name] = value
+    return merged
+
+
+def within(inputs: NamedInputs, head: str) -> dict[str, Any]:
+    """Inputs visible to the terms of a head: its own, and those that all heads share.
+
+    A mapping or dataclass with an entry for the head gives that entry, so that both
+    `{"value": {"logits": ...}}` and `{"logits": {"value": ...}}` are read as `logits`.
+    """
+    seen = {}
+    for name, value in inputs.items():
+        fields = fields_of(value)
+        seen[name] = value if fields is None else fields.get(head, value)
+    return {**seen, **(fields_of(inputs.get(head)) or {})}
+
+
+def find(inputs: NamedInputs, name: str) -> Any:
+    """Find an input by name; dots lead into mappings and dataclasses.
+
+    Raises:
+        KeyError: it is not there.
+    """
+    if name in inputs:
+        return inputs[name]
+    for at, letter in enumerate(name):
+        inner = fields_of(inputs.get(name[:at])) if letter == "." else None
+        if inner is not None:
+            return find(inner, name[at + 1 :])
+    raise KeyError(name)
+
+
+def names_in(inputs: NamedInputs, prefix: str = "") -> Iterator[str]:
+    """All names that `find` accepts, for error messages."""
+    for name, value in inputs.items():
+        fields = fields_of(value)
+        if fields:
+            yield from names_in(fields, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"

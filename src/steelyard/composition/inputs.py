@@ -1,7 +1,7 @@
 """Inputs of a call, by name, and the tensors that its terms are differentiated with respect to.
 
-A term runs in the autograd graph of the inputs, or on detached copies of them; then its gradient
-is attached to its value afterwards.
+A term runs in the autograd graph of the inputs, or on detached copies of them. In the second case
+its gradient is computed apart, and its value is given that gradient.
 """
 
 from __future__ import annotations
@@ -17,37 +17,35 @@ import torch
 from torch import Tensor
 
 from steelyard.composition.input_names import Named, Reads
-from steelyard.composition.terms import Group, Term, TermResult
+from steelyard.composition.own_data import JoinedData
+from steelyard.composition.terms import LOGPROBS, PARAMETERS, Group, Joint, Term, TermResult
 from steelyard.errors import GradientError
-from steelyard.execution import Randomness
-from steelyard.gradients import (
-    IsolatedCall,
-    Joint,
+from steelyard.execution.random_state import Randomness
+from steelyard.gradients.algebra import Row, differentiate, split_gradient
+from steelyard.gradients.isolated import IsolatedCall, ValueAndGradient
+from steelyard.gradients.layout import (
     Layout,
     LogProbs,
     Nest,
-    Row,
     SplitOnRead,
-    ValueAndGradient,
     device_of,
-    differentiate,
     filled,
     flatten,
     leaf_over,
     leaves_of,
     mapped,
-    split_gradient,
     tensors_in,
-    whole,
 )
-from steelyard.penalties.from_logits import LogitCall, Projection, fusable
-from steelyard.spec import RegularizerSpec, title
+from steelyard.gradients.sharded import whole
+from steelyard.penalties.from_logits.fusion import LogitCall, fusable
+from steelyard.penalties.from_logits.projection import Projection
+from steelyard.spec.error_messages import title
+from steelyard.spec.regularizer import REFERENCE_INPUTS, RegularizerSpec
 
-LOGPROBS, PARAMETERS = "logprobs", "parameters"
 _OF_MODEL = frozenset({PARAMETERS, "projection"})
 # d term / d parameters of each of several terms, from d term / d logprobs and, by need,
 # d term / d extra inputs of each.
-ToParameters: TypeAlias = Callable[
+ParameterGradients: TypeAlias = Callable[
     [Sequence[tuple[LogProbs, Mapping[str, Nest]]]], Sequence[Sequence[Tensor | None]]
 ]
 # Of a term's inline calls, one in so many is checked for writes to its input, the first included:
@@ -59,18 +57,19 @@ class Inputs:
     """The inputs of one call, in the caller's graph.
 
     Args:
-        named: the inputs of the terms, by name.
+        named: the inputs of the terms, by name; if `"data"` are a `JoinedData`, also those of the
+            terms with data of their own.
         space: name of the space of the gradient norms.
         targets: the tensors of that space; empty if norms are not tracked.
         fuse_base: whether the base loss may be fused with terms.
 
     Attributes:
+        named: the inputs of the base loss and of the terms over the batch.
         inline_by_default: whether `run_in="auto"` is inline, since terms may close over trained
             tensors, whose gradient an offloaded call would lose.
     """
 
     inline_by_default = True
-    _flat: tuple[Layout, Tensor] | None = None
 
     def __init__(
         self,
@@ -80,6 +79,9 @@ class Inputs:
         *,
         fuse_base: bool = True,
     ) -> None:
+        self._own: Mapping[str, Mapping[str, Any]] = {}
+        if isinstance(named.get("data"), JoinedData):
+            named, self._own = named["data"].split_inputs(named)
         self.named, self.main_space = named, space
         self._targets, self._fuse_base = targets, fuse_base
         self._logit_calls: dict[str, LogitCall | None] = {}
@@ -98,9 +100,13 @@ class Inputs:
         """Names of the inputs that the term's gradient norm is with respect to."""
         return (self.main_space,)
 
+    def named_of(self, term: Term) -> Mapping[str, Any]:
+        """The inputs of a term by name: those of its own data if it has any."""
+        return self._own.get(term.name, self.named)
+
     def call(self, term: Term, randomness: Randomness | None = None) -> Any:
         """Call a term."""
-        return call_term(term.spec, self.named, randomness)
+        return call_term(term.spec, self.named_of(term), randomness)
 
     def zero(self) -> Tensor:
         """A loss of 0 with a gradient of 0, of a base loss that has nothing to measure."""
@@ -134,17 +140,18 @@ class Inputs:
     def isolated(self, term: Term, *, check_finite: bool) -> IsolatedCall:
         """Build the call on detached copies of the inputs, to run in any thread or process."""
         spec, fn, gradient = term.spec, term.spec.fn, term.spec.gradient
-        call, extra = spec.call, {need: self.named[need] for need in spec.needs}
+        named, known = self.named_of(term), self._flat_of(term)
+        call, extra = spec.call, {need: named[need] for need in spec.needs}
         floats: LogProbs
         if not isinstance(fn, Reads):
-            data, floats = self.named["data"], self.named["logprobs"]
-            if gradient != "score" and not self._flat and not requiring_grad([floats, extra]):
+            data, floats = named["data"], named["logprobs"]
+            if gradient != "score" and not known and not requiring_grad([floats, extra]):
                 gradient = "none"
         elif gradient == "score":  # its two inputs are the data and their log-probs
-            (data, floats), keywords = fn.arguments(self.named)
+            (data, floats), keywords = fn.arguments(named)
             call = partial(fn.fn, **keywords)
         else:
-            data, floats = _take_floats(fn.arguments(self.named))
+            data, floats = _take_floats(fn.arguments(named))
             call = _WithFloats(fn.fn, precise=gradient == "numerical")
             if floats:
                 # The flat vector has one dtype; the term receives each tensor in its own.
@@ -152,12 +159,12 @@ class Inputs:
                 floats = [x.to(dtype) for x in floats]
             else:
                 gradient, floats = "none", [torch.empty(0)]
-        layout, flat = self._flat or flatten(floats)
+        layout, flat = known or flatten(floats)
         self._copied[term.name] = layout, floats, extra
         return IsolatedCall(
             term.name,
             call,
-            spec.call_options,
+            spec.options,
             gradient,
             data,
             layout,
@@ -166,6 +173,10 @@ class Inputs:
             extra,
             spec.is_async,
         )
+
+    def _flat_of(self, term: Term) -> tuple[Layout, Tensor] | None:  # noqa: ARG002
+        """The log-probs that a term reads as one vector, where there is one."""
+        return None
 
     def accept(self, result: TermResult, evaluation: ValueAndGradient) -> None:
         """Attach the gradient of an isolated call to its value, for the caller's backward pass.
@@ -226,7 +237,7 @@ class Inputs:
         if tracked and [id(t) for t in self._targets] != [id(call.arrays["logits"])]:
             return False
         calls = [*(self._logit_call(other) for other in others), call]
-        together = fusable([each for each in calls if each is not None])
+        together = fusable([call for call in calls if call is not None])
         return not others or [len(group.calls) for group in together] == [len(calls)]
 
     def compute_together(
@@ -262,14 +273,14 @@ class Inputs:
             if (call := self._logit_calls[name]) is not None
         ]
         (group,) = fusable(calls)
-        found = group.compute(track_grad_norms=tracked)
-        values = [found.values[name] for name in names]
+        composed = group.compute(track_grad_norms=tracked)
+        values = [composed.values[name] for name in names]
         if not tracked:
-            return Joint(values, found.total)
+            return Joint(values, composed.total)
         pairs = combinations(enumerate(names), 2)
-        cosines = {(i, j): float(found.cosines[a, b]) for (i, a), (j, b) in pairs}
-        norms = [float(found.grad_norms[name]) for name in (*names, "total")]
-        return Joint(values, found.total, norms[:-1], cosines, norms[-1])
+        cosines = {(i, j): float(composed.cosines[a, b]) for (i, a), (j, b) in pairs}
+        norms = [float(composed.grad_norms[name]) for name in (*names, "total")]
+        return Joint(values, composed.total, norms[:-1], cosines, norms[-1])
 
     def _logit_call(self, term: Term) -> LogitCall | None:
         if not term.reads_logits:
@@ -292,12 +303,11 @@ class FlatInputs(Inputs):
         logprobs: of the data.
         given: the extra inputs.
         needs: names of those that the terms of this call read.
-        to_parameters: if given, gradients are compared with respect to the model's parameters.
+        parameter_gradients: computes them; gradients are then compared with respect to these.
     """
 
     source = "the log-probs"
     inline_by_default = False
-    _flat: tuple[Layout, Tensor]
 
     def __init__(
         self,
@@ -305,15 +315,19 @@ class FlatInputs(Inputs):
         logprobs: LogProbs,
         given: Mapping[str, Nest],
         needs: Iterable[str],
-        to_parameters: ToParameters | None = None,
+        parameter_gradients: ParameterGradients | None = None,
     ) -> None:
-        self._to_parameters = to_parameters
+        self._parameter_gradients = parameter_gradients
         self._given, self._flat = given, flatten(logprobs)
+        self._joined = data if isinstance(data, JoinedData) else None
         layout, flat = self._flat
         self._leaf = leaf_over(flat)
-        self._extra = {need: leaves_of(given[need]) for need in needs}
+        self._extra = {
+            need: given[need] if need in REFERENCE_INPUTS else leaves_of(given[need])
+            for need in needs
+        }
         named = {"data": data, "logprobs": layout.split(self._leaf), **self._extra}
-        if to_parameters is None:
+        if parameter_gradients is None:
             super().__init__(named, LOGPROBS)
         else:
             super().__init__(named, PARAMETERS, list(tensors_in(given[PARAMETERS])))
@@ -326,7 +340,7 @@ class FlatInputs(Inputs):
         Raises:
             GradientError: the term has changed the log-probs; they are restored.
         """
-        facts = term.facts
+        facts = term.statistics
         facts.inline_calls += 1
         if facts.inline_calls % _CALLS_BETWEEN_CHECKS != 1:
             return super().call(term, randomness)
@@ -351,15 +365,15 @@ class FlatInputs(Inputs):
 
         The parameters for all terms alike, if gradients are compared there.
         """
-        if self._to_parameters is not None:
+        if self._parameter_gradients is not None:
             return (PARAMETERS,)
-        return (term.spec.needs if self.in_graph(term) else ()) or (LOGPROBS,)
+        return (term.spec.differentiated if self.in_graph(term) else ()) or (LOGPROBS,)
 
     def differentiate(self, result: TermResult) -> None:
         """Differentiate a value immediately, so that its graph can be freed."""
         assert result.value is not None  # noqa: S101 - for mypy: the caller has set it
         began = perf_counter()
-        extra = {need: self._extra[need] for need in result.term.spec.needs}
+        extra = {need: self._extra[need] for need in result.term.spec.differentiated}
         gradient, by_need = split_gradient(result.value, self._leaf, extra)
         result.gradients = by_need if gradient is None else {LOGPROBS: [gradient], **by_need}
         result.value = result.value.detach()
@@ -367,9 +381,39 @@ class FlatInputs(Inputs):
             result.method, result.gradient_duration = "autograd", perf_counter() - began
 
     def accept(self, result: TermResult, evaluation: ValueAndGradient) -> None:
-        """Store the gradient of an isolated call."""
-        gradient, by_need = evaluation.gradient, evaluation.extra
-        result.gradients = by_need if gradient is None else {LOGPROBS: [gradient], **by_need}
+        """Store the gradient of an isolated call, as one with respect to the inputs of all data."""
+        gradient, extra = evaluation.gradient, evaluation.extra
+        extra = {need: extra[need] for need in result.term.spec.differentiated if need in extra}
+        if self._joined is not None:
+            gradient, extra = self._among_all(result.term, gradient, extra)
+        result.gradients = extra if gradient is None else {LOGPROBS: [gradient], **extra}
+
+    def _flat_of(self, term: Term) -> tuple[Layout, Tensor]:
+        layout, flat = self._flat
+        if self._joined is None:
+            return self._flat
+        place = self._joined.slice_of(term.name)
+        start, sizes = sum(layout.sizes[: place.start]), layout.sizes[place]
+        shapes = None if layout.shapes is None else layout.shapes[place]
+        return Layout("list", sizes, shapes), flat[start : start + sum(sizes)]
+
+    def _among_all(
+        self, term: Term, gradient: Tensor | None, extra: Mapping[str, Row]
+    ) -> tuple[Tensor | None, Mapping[str, Row]]:
+        """Gradients with respect to the inputs that a term reads, among those of all data."""
+        layout, flat = self._flat
+        assert self._joined is not None  # noqa: S101 - for mypy: the caller has seen it
+        if gradient is not None:
+            start = sum(layout.sizes[: self._joined.slice_of(term.name).start])
+            of_all = torch.zeros_like(flat)
+            of_all[start : start + gradient.numel()] = gradient
+            gradient = of_all
+        rows: dict[str, Row] = {}
+        for need, row in extra.items():
+            own = tensors_in(self.named_of(term)[need])
+            known = {id(leaf): g for leaf, g in zip(own, row, strict=True)}
+            rows[need] = [known.get(id(leaf)) for leaf in tensors_in(self._extra[need])]
+        return gradient, rows
 
     def add_parameter_gradients(self, results: Sequence[TermResult]) -> None:
         """Give each term its whole gradient of the parameters.
@@ -377,13 +421,13 @@ class FlatInputs(Inputs):
         That is the one through the model, from the log-probs and the extra inputs, and the direct
         one of a term that reads the parameters itself.
         """
-        assert self._to_parameters is not None  # noqa: S101 - for mypy: the caller has given it
+        assert self._parameter_gradients is not None  # noqa: S101 - for mypy: the caller has given it
         layout, flat = self._flat
         # The gradient of a term that reads nothing but the parameters is whole already.
         done = [r for r in results if r.gradients.keys() - {PARAMETERS}]
         started = [
             (
-                layout.split(_only(r.gradients.get(LOGPROBS), torch.zeros_like(flat))),
+                layout.split(_only(r.gradients.get(LOGPROBS), flat)),
                 {
                     need: filled(self._given[need], row)
                     for need, row in r.gradients.items()
@@ -392,7 +436,7 @@ class FlatInputs(Inputs):
             )
             for r in done
         ]
-        for result, row in zip(done, self._to_parameters(started), strict=True):
+        for result, row in zip(done, self._parameter_gradients(started), strict=True):
             result.gradients = {**result.gradients, PARAMETERS: row}
 
     def gradient_size(self, result: TermResult) -> float:
@@ -414,10 +458,13 @@ class FlatInputs(Inputs):
             need: filled(self._given[need], r) for need, r in totals.items() if need != LOGPROBS
         }
         layout, flat = self._flat
-        gradients = layout.split(_only(totals.get(LOGPROBS), torch.zeros_like(flat)))
+        gradients = layout.split(_only(totals.get(LOGPROBS), flat))
         fields: dict[str, Any] = {"gradients": gradients, "extra_gradients": extra}
         if tracked:
-            done = [r for r in results if not (self.in_graph(r.term) and r.term.spec.needs)]
+            # Also where norms are with respect to the parameters.
+            done = [
+                r for r in results if not (self.in_graph(r.term) and r.term.spec.differentiated)
+            ]
             rows = {r.term.name: r.gradients.get(LOGPROBS, ()) for r in done}
             own = {name: g for name, row in rows.items() for g in row if g is not None}
             fields["term_gradients"] = SplitOnRead(layout, own)
@@ -449,7 +496,7 @@ class FlatInputs(Inputs):
         return rows
 
     def _total_gradients(self, total: Tensor, term: Term) -> Mapping[str, Row]:
-        extra = {need: self._extra[need] for need in term.spec.needs}
+        extra = {need: self._extra[need] for need in term.spec.differentiated}
         return split_gradient(total, self._leaf, extra)[1]
 
 
@@ -457,9 +504,9 @@ def _layer_of(projection: Projection) -> list[Tensor | None]:
     return [projection.weight, projection.bias]
 
 
-def _only(row: Row | None, otherwise: Tensor) -> Tensor:
-    """The one tensor of a row; `otherwise` if it has none."""
-    return otherwise if row is None or row[0] is None else row[0]
+def _only(row: Row | None, like: Tensor) -> Tensor:
+    """The one tensor of a row; zeros if it has none."""
+    return torch.zeros_like(like) if row is None or row[0] is None else row[0]
 
 
 def runs_in_graph(spec: RegularizerSpec) -> bool:

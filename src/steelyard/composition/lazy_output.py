@@ -13,8 +13,8 @@ from steelyard.composition.aggregate import Combined, build_output
 from steelyard.composition.ranks import sum_over_ranks
 from steelyard.composition.terms import TermResult
 from steelyard.errors import InputError
-from steelyard.output import BaseLossOutput, CustomLossOutput, RegularizerOutput
-from steelyard.spec import BASE
+from steelyard.output.custom_loss import BaseLossOutput, CustomLossOutput, RegularizerOutput
+from steelyard.spec.error_messages import BASE
 
 
 @dataclass(eq=False)
@@ -27,12 +27,16 @@ class LazyOutput:
             among them.
         combined: norms and cosines, if tracked, and factors of an aggregator.
         share: factor on the sum of the regularizers in this process.
+        step: number of the step; None for a call that is not one of training.
+        compiled: whether it is one of training inside of `torch.compile`.
     """
 
     results: Sequence[TermResult]
     not_run: tuple[str, ...] = ()
     combined: Combined | None = None
     share: float | Tensor = 1.0
+    step: int | None = None
+    compiled: bool = False
 
     @cached_property
     def output(self) -> CustomLossOutput:
@@ -64,9 +68,9 @@ class LazyOutput:
         rows = []
         for name in names:
             factor = 1.0 if name == BASE else share
-            each = mine.get(name)
-            weight = getattr(each, "weight", 1.0)
-            rows.append((factor * each.value, factor * weight, factor) if each else (0.0,) * 3)
+            output = mine.get(name)
+            weight = getattr(output, "weight", 1.0)
+            rows.append((factor * output.value, factor * weight, factor) if output else (0.0,) * 3)
         summed = zip(names, sum_over_ranks(rows, group), strict=True)
         means = {
             name: (value / factor, weight / factor)

@@ -1,4 +1,4 @@
-"""`PerDatum`: a term as a sum over data, which a server can evaluate datum by datum."""
+"""`PerDatum`: how a term declares itself as a sum over data, so that it can run on a server."""
 
 from __future__ import annotations
 

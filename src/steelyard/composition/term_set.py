@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from steelyard.composition.bounds import BoundedState
-from steelyard.composition.call_seeds import CallCounter
-from steelyard.composition.evaluate import EvaluatorSettings
+from steelyard.composition.call_seeds import CallCounter, CallSeed
+from steelyard.composition.findings import FindingWarnings
+from steelyard.composition.own_data import JoinedData, data_of
 from steelyard.composition.ranks import Ranks, mean_state
-from steelyard.composition.terms import Facts, Term
-from steelyard.composition.weightings import AggregatorLike, aggregator_of
+from steelyard.composition.settings import Settings
+from steelyard.composition.terms import CallStatistics, Term
 from steelyard.errors import SpecError, StateError
-from steelyard.execution import Workers, default_workers
-from steelyard.spec import (
-    BASE,
-    ComposedLoss,
-    Regularizer,
-    RegularizerSpec,
-    Schedule,
-    Stateful,
-    TermFn,
-    check_timeout,
-    is_async,
-    is_whole,
-    split_loss,
-)
+from steelyard.execution.workers import Workers, default_workers
+from steelyard.output.custom_loss import CustomLossOutput
+from steelyard.spec.checks import is_whole
+from steelyard.spec.error_messages import BASE
+from steelyard.spec.protocol import Regularizer, Schedule, Stateful, TermFn, is_async
+from steelyard.spec.regularizer import ComposedLoss, RegularizerSpec, split_loss
 
 MAX_REGULARIZERS = 100
 # Names of the states of the aggregator and of the count of steps, beside the names of the terms.
@@ -41,56 +33,39 @@ _RESERVED = {
 
 
 class TermSet:
-    """A base loss, its regularizers, and how they run; see `Pipeline` for the arguments.
+    """A base loss, its regularizers, and how they run.
+
+    Args:
+        loss_fn: the base loss; see `Pipeline`.
+        regularizers: specs, or mappings with their fields.
+        settings: of the evaluation.
+        gives: names of the extra inputs that the terms may need.
+        after: a set whose count of steps, and whose statistics of the terms by name, are taken
+            over.
 
     Attributes:
         settings: of the evaluation.
         model_id: the model of a training client, for telemetry; None elsewhere.
-        own_workers: the pools that run offloaded terms; None is those that the process shares.
     """
 
     def __init__(
         self,
         loss_fn: TermFn | Regularizer | ComposedLoss,
-        regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
-        track_grad_norms: bool = False,
-        parallel: bool = True,
-        timeout: float = 30.0,
-        max_concurrency: int | None = None,
-        check_finite: bool = True,
-        workers: Workers | None = None,
-        aggregate: AggregatorLike = "sum",
+        regularizers: Iterable[RegularizerSpec | Mapping[str, Any]],
+        settings: Settings,
         *,
-        track_every: int = 1,
-        seed: int | None = None,
         gives: Collection[str] = (),
         after: TermSet | None = None,
     ) -> None:
-        width = (os.cpu_count() or 1) if max_concurrency is None else max_concurrency
-        if not is_whole(width, at_least=1):
-            raise SpecError(
-                f"max_concurrency must be a whole number >= 1 or None, got {max_concurrency!r}."
-            )
-        if not is_whole(track_every, at_least=1):
-            raise SpecError(f"track_every must be a whole number >= 1, got {track_every!r}.")
-        if seed is not None and not is_whole(seed, at_least=0):
-            raise SpecError(f"seed must be a whole number >= 0 or None, got {seed!r}.")
-        self.settings = EvaluatorSettings(
-            track_grad_norms=track_grad_norms,
-            parallel=parallel,
-            timeout=check_timeout(timeout, "the pipeline"),
-            width=width,
-            check_finite=check_finite,
-            aggregator=aggregator_of(aggregate),
-            track_every=track_every,
-            seed=seed,
-        )
+        self.settings = settings
         self.model_id: str | None = None
         self._lock = threading.Lock()
-        self.own_workers = workers
         self._gives = frozenset(gives)
-        self._facts: dict[str, Facts] = {} if after is None else after._facts  # noqa: SLF001
+        self._statistics: dict[str, CallStatistics] = {} if after is None else after._statistics  # noqa: SLF001
         self._next_step: int = 0 if after is None else after._next_step  # noqa: SLF001
+        self._warnings: FindingWarnings = (
+            FindingWarnings() if after is None else after._warnings  # noqa: SLF001
+        )
         self._calls: CallCounter = CallCounter() if after is None else after._calls  # noqa: SLF001
         loss_fn, regularizers = split_loss(loss_fn, regularizers)
         self._base = self._term(_base_spec(loss_fn))
@@ -116,7 +91,7 @@ class TermSet:
     @property
     def workers(self) -> Workers:
         """The pools that run offloaded terms."""
-        return self.own_workers or default_workers()
+        return self.settings.workers or default_workers()
 
     def due(self, step: int = 0, data: Any = None) -> tuple[Term, ...]:
         """The base loss and the regularizers that run at `step`, in order.
@@ -124,7 +99,27 @@ class TermSet:
         With `data` each has the extra inputs that it reads with them.
         """
         due = (term for term in self._terms if term.due(step))
-        return (self._base, *(term.for_data(data, self._gives) for term in due))
+        return (self._base, *(term.for_data(data_of(data, term.name), self._gives) for term in due))
+
+    def join(self, data: Any, step: int | None = None) -> Any:
+        """The data of a call: `data`, and behind them the data that its terms have of their own.
+
+        Run the model on the `data` of what this returns, and pass it to the call with their
+        log-probs. The same step again, before its optimizer step, has other data.
+
+        Args:
+            data: the batch.
+            step: the number of the step; None: that of the next call without one.
+
+        Returns:
+            A `JoinedData`; the batch itself if no term that is due has data of its own.
+        """
+        step = self._next_step if step is None else step
+        due = [term.spec for term in self._terms if term.spec.data is not None and term.due(step)]
+        if not due:
+            return data
+        seed = CallSeed(self.settings.seed, self._calls.calls_of(step))
+        return JoinedData(data, {spec.name: seed.data_of(spec, step) for spec in due})
 
     def needs(self, step: int = 0, data: Any = None) -> tuple[str, ...]:
         """The extra inputs that the regularizers due at `step` need, with `data` if given."""
@@ -146,6 +141,10 @@ class TermSet:
         """Count a call that begins; returns the number of calls of this step before it."""
         with self._lock:
             return self._calls.count(step, trains=trains)
+
+    def examine(self, step: int, output: CustomLossOutput, data: Any = None) -> None:
+        """Warn of what the doctor finds in the output of a call."""
+        self._warnings.observe(step, self._base, self._terms, output, data)
 
     def add(self, spec: RegularizerSpec | Mapping[str, Any]) -> None:
         """Add a regularizer, from the next call on.
@@ -222,20 +221,22 @@ class TermSet:
         }
         if not moved:
             return
-        found = ranks.gather({name: state.state_dict() for name, state in moved.items()})
+        by_rank = ranks.gather({name: state.state_dict() for name, state in moved.items()})
         for name, state in moved.items():
-            each = [(share, states[name]) for share, states in found]
-            state.load_state_dict(mean_state(each[:1] if name in once else each))
+            states_of_term = [(share, states[name]) for share, states in by_rank]
+            state.load_state_dict(
+                mean_state(states_of_term[:1] if name in once else states_of_term)
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         # Locks and pools cannot be pickled: a copy uses the default workers of its process.
-        return {**self.__dict__, "_lock": None, "own_workers": None}
+        return {**self.__dict__, "_lock": None, "settings": replace(self.settings, workers=None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
 
     def _term(self, spec: RegularizerSpec) -> Term:
-        return Term(spec, self._facts.setdefault(spec.name, Facts()))
+        return Term(spec, self._statistics.setdefault(spec.name, CallStatistics()))
 
     def _change(self, name: str, **fields: Any) -> None:
         with self._lock:
@@ -271,10 +272,10 @@ class TermSet:
                 )
         for term in terms:
             spec = term.spec
-            if spec.run_in not in ("auto", "inline") and term.facts.prepared is not spec.fn:
+            if spec.run_in not in ("auto", "inline") and term.statistics.prepared is not spec.fn:
                 executor = self.workers.executors[spec.run_in]
-                executor.prepare(term.name, (spec.call, spec.call_options))
-                term.facts.prepared = spec.fn
+                executor.prepare(term.name, (spec.call, spec.options))
+                term.statistics.prepared = spec.fn
         self._terms = tuple(terms)
 
 

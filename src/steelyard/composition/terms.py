@@ -7,20 +7,27 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
 from steelyard.composition.bounds import BoundedState, Multiplier
 from steelyard.composition.input_names import Reads
 from steelyard.errors import TermBusyError
-from steelyard.execution import Randomness, Ticket
-from steelyard.gradients import Fusable, Joint, Method, Row
-from steelyard.penalties.from_logits import is_fusable
-from steelyard.spec import BASE, Bound, RegularizerSpec, Stateful, title
+from steelyard.execution.executor import Ticket
+from steelyard.execution.random_state import Randomness
+from steelyard.gradients.algebra import Row
+from steelyard.gradients.isolated import Method
+from steelyard.gradients.layout import LogProbs
+from steelyard.penalties.from_logits.fusion import is_fusable
+from steelyard.spec.error_messages import BASE, title
+from steelyard.spec.protocol import Stateful
+from steelyard.spec.regularizer import RegularizerSpec
+from steelyard.spec.weights import Bound
+
+LOGPROBS, PARAMETERS = "logprobs", "parameters"  # spaces of gradients
 
 _UNMEASURED_CALLS = 20  # calls that all returned None, at which that is reported
-_ZERO, _ZERO_STEPS = 1e-10, 5  # a value at most this, for so many steps in a row, is reported
 
 
 class DetachedTermWarning(UserWarning):
@@ -29,10 +36,6 @@ class DetachedTermWarning(UserWarning):
 
 class UnmeasuredTermWarning(UserWarning):
     """A term has returned None at all of its calls, as one without `return` does."""
-
-
-class ZeroTermWarning(UserWarning):
-    """A term that has a minimum of 0 has been there for several steps, and holds nothing."""
 
 
 class UncomparedTermWarning(UserWarning):
@@ -44,7 +47,7 @@ class LostStateWarning(UserWarning):
 
 
 @dataclass
-class Facts:
+class CallStatistics:
     """Statistics of a term from its calls so far.
 
     Attributes:
@@ -56,9 +59,6 @@ class Facts:
         stuck: the ticket of a call that timed out and still runs.
         prepared: the `fn` that its executor has accepted.
         inline_calls: number of its inline calls.
-        zero_steps: number of steps in a row at which its value was 0.
-        zero_step: the last of these.
-        zero_warned: whether that was reported.
         calls: number of its calls that ended well.
         draws: whether it was seen to draw from a global random generator.
         multiplier: controller of its weight, if it has a bound.
@@ -72,9 +72,6 @@ class Facts:
     stuck: Ticket | None = None
     prepared: object = None
     inline_calls: int = 0
-    zero_steps: int = 0
-    zero_step: int | None = None
-    zero_warned: bool = False
     calls: int = 0
     draws: bool = False
     multiplier: Multiplier = field(default_factory=Multiplier)
@@ -90,14 +87,14 @@ class Term:
 
     Attributes:
         spec: the term as the user wrote it.
-        facts: statistics of its calls.
+        statistics: of its calls.
         name: the name in the spec.
         is_base: whether it is the base loss.
         is_bounded: whether it has a bound instead of a weight.
     """
 
     spec: RegularizerSpec
-    facts: Facts = field(default_factory=Facts)
+    statistics: CallStatistics = field(default_factory=CallStatistics)
     name: str = field(init=False)
     is_base: bool = field(init=False)
     is_bounded: bool = field(init=False)
@@ -112,7 +109,7 @@ class Term:
     def stateful(self) -> Stateful | None:
         """Object that keeps state between batches: the term, its multiplier, or both; else None."""
         own = self.spec.stateful
-        return BoundedState(self.facts.multiplier, own) if self.is_bounded else own
+        return BoundedState(self.statistics.multiplier, own) if self.is_bounded else own
 
     @cached_property
     def may_fuse(self) -> bool:
@@ -124,6 +121,7 @@ class Term:
             and spec.timeout is None
             and spec.gradient in ("auto", "autograd")
             and not spec.options
+            and spec.data is None
             and not self.is_bounded  # the weight is not known before the value
         )
 
@@ -131,7 +129,8 @@ class Term:
     def reads_logits(self) -> bool:
         """Whether it is a function of `penalties.from_logits` over named inputs, with a weight."""
         fn = self.spec.fn
-        return isinstance(fn, Reads) and is_fusable(fn.fn) and not self.is_bounded
+        is_fused = isinstance(fn, Reads) and is_fusable(fn.fn)
+        return is_fused and not self.is_bounded and self.spec.data is None
 
     def for_data(self, data: Any, gives: Collection[str]) -> Term:
         """The term with the extra inputs that it reads with these data."""
@@ -157,7 +156,7 @@ class Term:
         Raises:
             TermBusyError: one is.
         """
-        stuck = self.facts.stuck
+        stuck = self.statistics.stuck
         if stuck is not None and stuck.running:
             raise TermBusyError(
                 f"regularizer {self.name!r} must have ended before it starts again, and its call "
@@ -165,24 +164,24 @@ class Term:
                 f"be killed, or make the term return.",
                 term=self.name,
             )
-        self.facts.stuck = None
+        self.statistics.stuck = None
 
     def warn_detached(self, source: str) -> None:
         """Warn, once, that the term has no gradient with respect to `source`."""
-        if not self.facts.warned:
-            self.facts.warned = True
+        if not self.statistics.warned:
+            self.statistics.warned = True
             warnings.warn(
                 f"{title(self.name)} has no gradient: its loss does not depend on {source} "
                 f"through torch, so it adds to the loss and does not affect training. Use "
                 f"gradient='score' (return one penalty per datum) or gradient='numerical'; "
                 f"gradient='none' says that it is meant so.",
                 DetachedTermWarning,
-                stacklevel=_levels_to_the_caller(),
+                stacklevel=levels_to_the_caller(),
             )
 
     def warn_if_never_measured(self) -> None:
         """Count a call that returned None; warn, once, if all calls so far have."""
-        facts = self.facts
+        facts = self.statistics
         facts.unmeasured_calls += facts.duration is None
         if facts.duration is None and facts.unmeasured_calls == _UNMEASURED_CALLS:
             warnings.warn(
@@ -190,36 +189,13 @@ class Term:
                 f"measure, at its first {_UNMEASURED_CALLS} calls: return a loss, or take the term "
                 f"off.",
                 UnmeasuredTermWarning,
-                stacklevel=_levels_to_the_caller(),
+                stacklevel=levels_to_the_caller(),
             )
-
-    def warn_if_zero(self, value: float, weight: float, step: int) -> None:
-        """Count a step at which the value is 0; warn, once, if the last five were such steps.
-
-        It is for terms that say what this means, in `zero_means`. A term is at 0 at the first step
-        if the model begins at its reference, and at the next ones while the learning rate is 0.
-        """
-        facts, meaning = self.facts, getattr(self.spec.fn, "zero_means", "")
-        trains = (weight != 0 or self.is_bounded) and self.spec.gradient != "none"
-        if facts.zero_warned or not trains or not isinstance(meaning, str) or not meaning:
-            return
-        if abs(value) > _ZERO:
-            facts.zero_steps = 0
-        elif step != facts.zero_step:
-            facts.zero_steps, facts.zero_step = facts.zero_steps + 1, step
-        if facts.zero_steps < _ZERO_STEPS:
-            return
-        facts.zero_warned = True
-        warnings.warn(
-            f"{title(self.name)} was 0 at {_ZERO_STEPS} steps in a row: {meaning}.",
-            ZeroTermWarning,
-            stacklevel=_levels_to_the_caller(),
-        )
 
     def warn_uncompared(self) -> None:
         """Warn, once, that its gradient is with respect to extra inputs that the data asked for."""
-        if not self.facts.warned_of_space:
-            self.facts.warned_of_space = True
+        if not self.statistics.warned_of_space:
+            self.statistics.warned_of_space = True
             needs = " and ".join(self.spec.needs)
             warnings.warn(
                 f"{title(self.name)} reads {needs} with these data, and its gradient is with "
@@ -227,13 +203,13 @@ class Term:
                 f"total_grad_norm. grad_space='parameters' compares it with the others; "
                 f"needs={self.spec.needs!r} in its spec says that it is meant so.",
                 UncomparedTermWarning,
-                stacklevel=_levels_to_the_caller(),
+                stacklevel=levels_to_the_caller(),
             )
 
     def warn_lost_state(self, changed: Sequence[str]) -> None:
         """Warn, once, that a call in a worker process has changed attributes of its object."""
-        if not self.facts.warned_of_state:
-            self.facts.warned_of_state = True
+        if not self.statistics.warned_of_state:
+            self.statistics.warned_of_state = True
             names = ", ".join(map(repr, changed))
             warnings.warn(
                 f"{title(self.name)} with run_in={self.spec.run_in!r} must keep nothing from call "
@@ -241,7 +217,7 @@ class Term:
                 f"it was sent. Give it state_dict and load_state_dict and run it in a thread or "
                 f"inline, or leave what is only a cache out of its __getstate__.",
                 LostStateWarning,
-                stacklevel=_levels_to_the_caller(),
+                stacklevel=levels_to_the_caller(),
             )
 
 
@@ -268,7 +244,7 @@ class TermResult:
         term: the base loss or a regularizer.
         weight: its weight at this step, negative under a lower bound; a tensor inside a compiled
             function.
-        place: where it ran: `"inline"` or the name of an executor.
+        executor: where it ran: `"inline"` or the name of an executor.
         space: names of the inputs that its gradient norm is with respect to.
         in_graph: whether it runs in the autograd graph of the inputs when it is inline.
         value: a scalar, with the caller's graph if there is one; None if the call was isolated.
@@ -289,7 +265,7 @@ class TermResult:
 
     term: Term
     weight: float | Tensor
-    place: str = "inline"
+    executor: str = "inline"
     space: tuple[str, ...] = ()
     in_graph: bool = True
     value: Tensor | None = None
@@ -308,6 +284,17 @@ class TermResult:
     randomness: Randomness | None = None
 
     @property
+    def compared_with(self) -> tuple[tuple[str, ...], str]:
+        """Key of the gradients that its own is compared with: those of equal key.
+
+        Its space, and the term whose log-probs they are. The log-probs of a term's own data are no
+        other term's, and inner products with gradients there would be 0 and say nothing; all terms
+        have the parameters in common.
+        """
+        own = self.term.spec.data is not None and self.space != (PARAMETERS,)
+        return self.space, self.term.name if own else ""
+
+    @property
     def takes_turns(self) -> bool:
         """Whether it changes the global random generators, which the threads share."""
         return self.randomness is not None and self.randomness.seeds_global
@@ -318,7 +305,7 @@ class TermResult:
         return self.measured and self.skipped is None
 
 
-def _levels_to_the_caller() -> int:
+def levels_to_the_caller() -> int:
     """Stack levels up to the caller of the library, whose line a warning should show."""
     levels, frame = 1, sys._getframe(1)  # noqa: SLF001 - the documented way to see the stack
     # Frames of torch lie between the call of an nn.Module and its forward method.
@@ -326,3 +313,54 @@ def _levels_to_the_caller() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(ours):
         levels, frame = levels + 1, frame.f_back
     return levels
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """Result of several fused terms.
+
+    Attributes:
+        values: the unweighted value of each term, scalar tensors.
+        total: their weighted sum, with a graph to their inputs.
+        norms: the L2 norm of each term's gradient; empty unless tracked.
+        cosines: of each pair of terms, by their indices; empty unless tracked.
+        total_norm: the norm of the gradient of `total`, if it is known.
+    """
+
+    values: Sequence[Tensor]
+    total: Tensor
+    norms: Sequence[float] = ()
+    cosines: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    total_norm: float | None = None
+
+
+@runtime_checkable
+class Fusable(Protocol):
+    """A regularizer that can be computed together with others, faster than one by one.
+
+    It returns a loss without metrics, and reads only the shape of the log-probs.
+    """
+
+    def fuses_with(self, other: object, *, tracked: bool) -> bool:
+        """Whether the two can be computed together, with norms and cosines if `tracked`."""
+
+    def compute_together(
+        self,
+        others: Sequence[Self],
+        weights: Sequence[float],
+        data: Any,
+        logprobs: LogProbs,
+        *,
+        tracked: bool,
+        **needed: Any,
+    ) -> Joint | None:
+        """Compute it and `others` at once; None if the batch has nothing that they measure.
+
+        Args:
+            others: regularizers that it fuses with.
+            weights: its own first, then theirs.
+            data: as for `compute`.
+            logprobs: as for `compute`.
+            tracked: whether to compute norms and cosines.
+            needed: the extra inputs that they need, the same for all.
+        """

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from steelyard.composition.input_names import Reads
 from steelyard.composition.inputs import call_term, runs_in_graph, widened
-from steelyard.composition.terms import Group, Term, TermResult
-from steelyard.gradients import Joint
-from steelyard.penalties.from_logits import LogitCall, compose_logits, fusable
+from steelyard.composition.terms import Group, Joint, Term, TermResult
+from steelyard.penalties.from_logits.compose import compose_logits
+from steelyard.penalties.from_logits.fusion import LogitCall, fusable
 
 
 class TracedGroup(NamedTuple):
@@ -43,8 +43,8 @@ def traced_groups(due: Sequence[Term]) -> tuple[TracedGroup, ...]:
     Their weights are constants of the compiled function, so that a term whose weight follows a
     schedule is computed by itself: it would have to be compiled anew at every step.
     """
-    places = {each.name: i for i, each in enumerate(due)}
-    calls = [call for each in due if (call := _call_by_names(each)) is not None]
+    places = {term.name: i for i, term in enumerate(due)}
+    calls = [call for term in due if (call := _call_by_names(term)) is not None]
     return tuple(
         TracedGroup(
             tuple(places[name] for name in group.names),
@@ -94,10 +94,10 @@ def evaluate_traced(
         for i, parameters in zip(group.members, group.parameters, strict=True):
             positional, extra = due[i].spec.fn.arguments(inputs)
             arrays = {**arrays, **dict(zip(parameters, positional, strict=False)), **extra}
-        found = compose_logits(terms=list(group.terms), reduction=group.reduction, **arrays)
+        composed = compose_logits(terms=list(group.terms), reduction=group.reduction, **arrays)
         names = tuple(due[i].name for i in group.members)
-        values = [found.values[name] for name in names]
-        together = Group(names, Joint(values, found.total))
+        values = [composed.values[name] for name in names]
+        together = Group(names, Joint(values, composed.total))
         for i, value in zip(group.members, values, strict=True):
             results[i] = TermResult(
                 due[i], weights[i], space=("inputs",), value=value, group=together

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from steelyard._extras import cure
 from steelyard.composition.aggregate import Aggregator, WeightedSum
 from steelyard.errors import AggregationError, MissingExtraError, SpecError, StateError
-from steelyard.execution import taken_turn
-from steelyard.spec import Stateful, is_whole
+from steelyard.execution.random_state import taken_turn
+from steelyard.spec.checks import is_whole
+from steelyard.spec.protocol import Stateful
 
 if TYPE_CHECKING:
     from torchjd.aggregation import Weighting
@@ -127,8 +128,8 @@ class GramWeighting(Aggregator):
         if self._scale_free:
             gramian /= trace
         try:
-            found = self._call(torch.from_numpy(gramian))
-            factors: list[float] = found.tolist()
+            combined = self._call(torch.from_numpy(gramian))
+            factors: list[float] = combined.tolist()
         except Exception as error:
             raise AggregationError(
                 f"{self.name} failed on {len(products)} gradients: {type(error).__name__}: {error}"
@@ -194,7 +195,7 @@ class GramWeighting(Aggregator):
 
     @property
     def _own_statistics(self) -> dict[str, Tensor]:
-        return {key: each.clone() for key, each in self.weighting.state_dict().items()}
+        return {key: value.clone() for key, value in self.weighting.state_dict().items()}
 
     @property
     def _vectors(self) -> list[tuple[Any, str]]:
@@ -281,9 +282,9 @@ class GramWeighting(Aggregator):
         # Its weighting draws from torch's global generator, as terms of other pipelines may.
         with taken_turn() as turn, turn.inside(), torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._generator)
-            found = self.weighting(gramian)
+            combined = self.weighting(gramian)
             self._generator = torch.get_rng_state()
-        return found
+        return combined
 
 
 def aggregator_of(aggregate: AggregatorLike) -> Aggregator:
@@ -314,7 +315,7 @@ def aggregator_of(aggregate: AggregatorLike) -> Aggregator:
     if name == "sum" and not options:
         return WeightedSum()
     if not isinstance(name, str) or name not in WEIGHTINGS:
-        known = ", ".join(repr(each) for each in ("sum", *WEIGHTINGS))
+        known = ", ".join(repr(name) for name in ("sum", *WEIGHTINGS))
         raise SpecError(
             f"aggregate must be one of {known}, a mapping with one of these as 'use' and its "
             f"options, a weighting of TorchJD or an Aggregator, got {aggregate!r}."

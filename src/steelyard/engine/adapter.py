@@ -3,20 +3,34 @@
 LoRA (Hu et al., 2021, arXiv:2106.09685) adds to each chosen layer `y = W x` a trained product of
 two thin matrices, `y = W x + (alpha / rank) B A x`, with `A: [rank, in]` and `B: [out, rank]`. `B`
 starts at zero, so that a fresh adapter does not change the model.
+
+On a 16-bit model peft keeps LoRA matrices in float32 and casts every activation to float32 and
+back. `HalfLora` leaves the matrices that are trained as they are, in float32, with their optimizer
+and their accumulated gradients, and the forward pass reads 16-bit copies of them, made once a step:
+
+    y = x W^T + scale · (x A^T) B^T,
+
+where the second product is added to the first one in place. Gradients are those of the copies. The
+output layer keeps peft's way: its B A is added to W for projections, where 16 bits would lose it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from peft.tuners.lora import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from tinker import types
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from steelyard.errors import InputError, NonFiniteError, StateError
-from steelyard.spec import is_whole
+from steelyard.spec.checks import is_whole
 
 # As Tinker has it: alpha does not grow with the rank, so the scale alpha / rank makes up for the
 # number of added components, and a learning rate found for one rank suits another.
@@ -68,17 +82,29 @@ class Adapter:
         name: the adapter's name in the shared model.
         settings: its layers, rank and seed.
         parameters: the LoRA matrices by the key that they have in a checkpoint.
+        copies: of them, in 16 bits, which the forward pass reads; a matrix without one is read
+            itself.
 
     Attributes:
+        leaves: what the forward pass reads, in the order of `parameters`.
         version: number of changes of the weights, by which an old autograd graph is recognised.
     """
 
     def __init__(
-        self, name: str, settings: LoraSettings, parameters: Mapping[str, nn.Parameter]
+        self,
+        name: str,
+        settings: LoraSettings,
+        parameters: Mapping[str, nn.Parameter],
+        copies: HalfCopies | None = None,
     ) -> None:
         self.name = name
         self.settings = settings
         self.parameters = dict(parameters)
+        self._copies = copies
+        copied = {} if copies is None else copies.by_key
+        self.leaves: list[Tensor] = [
+            copied.get(key, parameter) for key, parameter in self.parameters.items()
+        ]
         self.version = 0
         self._gradients: list[Tensor] | None = None
         self._optimizer = self._fresh_optimizer()
@@ -117,8 +143,9 @@ class Adapter:
             self._gradients = added
         else:
             # Losses are sums over tokens, never means, so the gradient of several calls is the
-            # plain sum of theirs. One multi-tensor kernel adds all matrices.
-            torch._foreach_add_(self._gradients, added)
+            # plain sum of theirs.
+            for accumulated, gradient in zip(self._gradients, added, strict=True):
+                accumulated.add_(gradient)
 
     def step(self, params: types.AdamParams) -> float:
         """Make one AdamW step with the accumulated gradients and clear them.
@@ -147,6 +174,7 @@ class Adapter:
             self._optimizer.step()
         finally:
             self._optimizer.zero_grad(set_to_none=True)
+        self._update_copies()
         self._gradients = None
         self.version += 1
         return norm.item()
@@ -169,6 +197,7 @@ class Adapter:
         with torch.no_grad():
             for key, parameter in self.parameters.items():
                 parameter.copy_(weights[key])
+        self._update_copies()
         self._gradients = None
         self._optimizer = self._fresh_optimizer()
         for key, parameter in self.parameters.items() if optimizer_state else ():
@@ -185,6 +214,10 @@ class Adapter:
             for key, parameter in self.parameters.items()
             for name, value in self._optimizer.state.get(parameter, {}).items()
         }
+
+    def _update_copies(self) -> None:
+        if self._copies is not None:
+            self._copies.update(self.parameters)
 
     def _accumulated(self) -> list[Tensor]:
         if self._gradients is not None:
@@ -228,17 +261,131 @@ def check_adam(params: object) -> types.AdamParams:
 
 
 def _check_same_shapes(
-    what: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+    what: str, loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> None:
-    if found.keys() != expected.keys():
-        differing = sorted(found.keys() ^ expected.keys())
+    if loaded.keys() != expected.keys():
+        differing = sorted(loaded.keys() ^ expected.keys())
         raise StateError(
             f"{what} must be those of a model and rank like this one, and {len(differing)} names "
             f"differ, {differing[0]!r} among them."
         )
     for key, tensor in expected.items():
-        if found[key].shape != tensor.shape:
+        if loaded[key].shape != tensor.shape:
             raise StateError(
                 f"{what}[{key!r}] must have the shape {list(tensor.shape)}, "
-                f"got {list(found[key].shape)}."
+                f"got {list(loaded[key].shape)}."
             )
+
+
+class HalfCopies:
+    """Copies of the matrices of one adapter, which are views of one tensor.
+
+    Args:
+        matrices: in float32, by the key that they have in a checkpoint.
+        dtype: of the copies.
+
+    Attributes:
+        by_key: the copies.
+    """
+
+    def __init__(self, matrices: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self._flat = _flat(list(matrices.values())).to(dtype, copy=True)
+        split: Any = torch.split  # it has no types
+        parts = split(self._flat, [matrix.numel() for matrix in matrices.values()])
+        self.by_key: dict[str, Tensor] = {
+            key: part.view(matrix.shape).requires_grad_()
+            for (key, matrix), part in zip(matrices.items(), parts, strict=True)
+        }
+
+    def update(self, matrices: Mapping[str, Tensor]) -> None:
+        """Copy the matrices again, after they have changed; one operation for all."""
+        with torch.no_grad():
+            self._flat.copy_(_flat([matrices[key] for key in self.by_key]))
+
+
+def _flat(matrices: list[Tensor]) -> Tensor:
+    return torch.cat([matrix.detach().flatten() for matrix in matrices])
+
+
+class HalfLora:
+    """The LoRA layers of one model, with the copies of each adapter.
+
+    Args:
+        dtype: of the copies.
+
+    Attributes:
+        active: name of the adapter in use; None: the base model.
+        others: LoRA layers without copies, which keep peft's way.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.others: list[BaseTunerLayer] = []
+        self._dtype = dtype
+        self._layers: dict[str, _HalfLoraLayer] = {}
+        self.active: str | None = None
+
+    def add(self, net: Any, adapter: str, output_layer: Any) -> HalfCopies | None:
+        """Make the copies of a new adapter; None if it trains the output layer alone.
+
+        Args:
+            net: the model, with the adapter.
+            adapter: its name.
+            output_layer: left as it is.
+        """
+        matrices: dict[str, Any] = {}
+        own: dict[str, _HalfLoraLayer] = {}
+        self.others = []
+        for name, module in net.named_modules():
+            if not isinstance(module, Linear) or module is output_layer:
+                self.others += [module] if isinstance(module, BaseTunerLayer) else []
+            else:
+                layer = self._layers.setdefault(name, _HalfLoraLayer(self, module))
+                layer.module.forward = layer  # shadows the method of its class
+                if adapter in module.lora_A:  # else others train it, and this one does not
+                    own[name] = layer
+                    for side in ("lora_A", "lora_B"):
+                        matrices[f"{name}.{side}.weight"] = getattr(module, side)[adapter].weight
+        if not own:
+            return None
+        copies = HalfCopies(matrices, self._dtype)
+        for name, layer in own.items():
+            a, b = (copies.by_key[f"{name}.{side}.weight"] for side in ("lora_A", "lora_B"))
+            layer.copies[adapter] = (a, b, layer.module.scaling[adapter])
+        return copies
+
+    def remove(self, adapter: str) -> None:
+        """Free the copies of an adapter."""
+        for layer in self._layers.values():
+            layer.copies.pop(adapter, None)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All copies."""
+        for layer in self._layers.values():
+            for a, b, _ in layer.copies.values():
+                yield from (a, b)
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Make it the base model until the block ends."""
+        active, self.active = self.active, None
+        try:
+            yield
+        finally:
+            self.active = active
+
+
+class _HalfLoraLayer:
+    """Forward method of one layer."""
+
+    def __init__(self, owner: HalfLora, module: Any) -> None:
+        self._owner, self.module = owner, module
+        self.copies: dict[str, tuple[Tensor, Tensor, float]] = {}
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        matrices = self.copies.get(self._owner.active or "")
+        rows = x.reshape(-1, x.shape[-1])
+        output: Tensor = self.module.base_layer(rows, *args, **kwargs)
+        if matrices is not None:
+            a, b, scale = matrices
+            output = output.addmm_(linear(rows, a), b.t(), alpha=scale)
+        return output.view(*x.shape[:-1], -1)

@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from steelyard.engine import checkpoint_files
-from steelyard.engine.checkpoint_contents import CheckpointContents
-from steelyard.engine.checkpoint_files import not_found
+from steelyard.engine import checkpoint_contents
+from steelyard.engine.checkpoint_contents import CheckpointContents, not_found
 from steelyard.errors import CheckpointError, InputError
-from steelyard.spec import is_finite
+from steelyard.spec.checks import is_finite
 
 Kind = Literal["weights", "sampler_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
@@ -78,11 +77,11 @@ class Checkpoints:
         link = self._link(run, kind, name)
         if not overwrite and os.path.lexists(link):
             raise _taken(run, name)
-        files = checkpoint_files.encode(name, contents)
+        files = checkpoint_contents.encode(name, contents)
         folder = link.with_name(f".{name}.{uuid.uuid4().hex}")
         try:
             folder.mkdir(parents=True)
-            checkpoint_files.write(folder, files)
+            checkpoint_contents.write(folder, files)
             # The folder may have become old while this process was stopped: a sweep must not take
             # it between here and the link.
             os.utime(folder)
@@ -92,7 +91,7 @@ class Checkpoints:
                 replaced = None
                 link.symlink_to(folder.name)  # atomic: it fails if the name was taken meanwhile
             # Before the old folder is removed: a power cut must leave one of the two.
-            checkpoint_files.flush_names(link.parent)
+            checkpoint_contents.flush_names(link.parent)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, FileExistsError) and not overwrite and os.path.lexists(link):
@@ -116,7 +115,7 @@ class Checkpoints:
         while True:
             folder = _resolve(link, path)
             try:
-                found = checkpoint_files.read(folder, path)
+                contents = checkpoint_contents.read(folder, path)
             except CheckpointError:
                 if folder == _target(link):
                     raise
@@ -125,9 +124,9 @@ class Checkpoints:
                     break
             # A writer replaced the link and may have removed files of the old folder while they
             # were read. Whether that failed or not, read the new folder.
-        if _has_expired(found.info):
+        if _has_expired(contents.info):
             raise CheckpointError(f"path must be that of a checkpoint, and {path!r} has expired.")
-        return found
+        return contents
 
     def entries(self, run: str | None = None) -> list[CheckpointEntry]:
         """List the checkpoints of a run, or of all, newest first; no damaged or expired ones.
@@ -145,14 +144,14 @@ class Checkpoints:
                     f"the folder of the checkpoints must be readable, and {self._root} is not: "
                     f"{error}."
                 ) from error
-        found = [
+        entries = [
             entry
             for folder in runs
             for kind in KINDS
             for link in _links(folder / kind)
             if (entry := _entry(folder.name, kind, link)) is not None
         ]
-        return sorted(found, key=lambda entry: entry.info.get("created_at", 0), reverse=True)
+        return sorted(entries, key=lambda entry: entry.info.get("created_at", 0), reverse=True)
 
     def delete(self, path: str) -> None:
         """Delete a checkpoint, whole or damaged.
@@ -189,7 +188,7 @@ class Checkpoints:
         while True:
             folder = _resolve(link, path)
             try:
-                checkpoint_files.change_info(folder, path, {"expires_at": expires_at})
+                checkpoint_contents.change_info(folder, path, {"expires_at": expires_at})
             except OSError as error:  # a `CheckpointError` is one too
                 if folder != _target(link):  # overwritten or deleted meanwhile
                     _remove_replaced(link, folder)
@@ -373,7 +372,7 @@ def _entry(run: str, kind: Kind, link: Path) -> CheckpointEntry | None:
         except CheckpointError:
             return None
         try:
-            info = checkpoint_files.read_info(folder, link.name)
+            info = checkpoint_contents.read_info(folder, link.name)
             size = _size_of(folder)
         except (OSError, RuntimeError):
             if folder == _target(link):

@@ -96,7 +96,7 @@ def _read(
             f"data[{index}] must be a tinker Datum, got {type(datum).__name__}.", datum=index
         )
     tokens = read_prompt(datum.model_input, limits, f"data[{index}].model_input", index)
-    targets = _tensor(index, datum, "target_tokens")
+    targets = read_field(index, datum, "target_tokens")
     where = f"data[{index}].loss_fn_inputs['target_tokens']"
     if targets.is_floating_point():
         raise InputError(
@@ -128,7 +128,7 @@ def _input(
 ) -> Tensor:
     if default is not None and name not in datum.loss_fn_inputs:
         return torch.full(shape, default)
-    values = _tensor(index, datum, name).to(torch.float32)
+    values = read_field(index, datum, name).to(torch.float32)
     where = f"data[{index}].loss_fn_inputs[{name!r}]"
     if values.shape != shape:
         raise InputError(
@@ -145,19 +145,23 @@ def _input(
     return values
 
 
-def _tensor(index: int, datum: types.Datum, name: str) -> Tensor:
+def read_field(index: int, datum: types.Datum, name: str, reader: str | None = None) -> Tensor:
+    """Field of `data[index]` as a tensor; `reader` names the loss that reads it, for errors.
+
+    Raises:
+        InputError: the datum has no such field, or a sparse one whose indices contradict its shape.
+    """
     value: Any = datum.loss_fn_inputs.get(name)
     if value is None:
+        which = "" if reader is None else f"which the loss {reader!r} reads, "
         raise InputError(
-            f"data[{index}].loss_fn_inputs must hold {name!r}, got {sorted(datum.loss_fn_inputs)}.",
+            f"data[{index}].loss_fn_inputs must hold {name!r}, {which}"
+            f"got {sorted(datum.loss_fn_inputs)}.",
             datum=index,
         )
     try:
         tensor: Tensor = value.to_torch()
-    except (
-        AssertionError,
-        RuntimeError,
-    ) as error:  # sparse, with indices that contradict its shape
+    except (AssertionError, RuntimeError) as error:
         raise InputError(
             f"data[{index}].loss_fn_inputs[{name!r}] must be a whole tensor, and it is not: "
             f"{error}",

@@ -23,7 +23,6 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from steelyard.engine.adapter import Adapter
-from steelyard.engine.grouped_attention import grouped_attention
 from steelyard.engine.model import Model
 
 # Most tokens of one pass over prompts, padding included, and the shortest prompt of such a pass,
@@ -71,12 +70,12 @@ class DecodingBatch:
 
     def prefill(self, prompts: Sequence[Tensor]) -> list[Prefix]:
         """Run prompts through the model, together where their lengths are similar."""
-        found: dict[int, Prefix] = {}
+        by_index: dict[int, Prefix] = {}
         for indices in self._passes(prompts):
             together = [prompts[index] for index in indices]
             prefixes, _ = self._prefill(together, keep=1)
-            found.update(zip(indices, prefixes, strict=True))
-        return [found[index] for index in range(len(prompts))]
+            by_index.update(zip(indices, prefixes, strict=True))
+        return [by_index[index] for index in range(len(prompts))]
 
     def prefill_whole(self, prompt: Tensor) -> tuple[Prefix, Tensor]:
         """Run one prompt through the model; returns also the logits `[T, V]` at all positions."""
@@ -91,8 +90,8 @@ class DecodingBatch:
         if self._model.supports_padding:
             slots = max([*lengths, *self.lengths])
             sources = [prefix.cache.layers for prefix in prefixes]
-            for layer, *given in zip(self._cache.layers, *sources, strict=True):
-                pairs = list(zip(prefixes, given, strict=True))
+            for layer, *prefix_layers in zip(self._cache.layers, *sources, strict=True):
+                pairs = list(zip(prefixes, prefix_layers, strict=True))
                 keys = [prefix.part(source.keys) for prefix, source in pairs]
                 values = [prefix.part(source.values) for prefix, source in pairs]
                 if self.lengths:
@@ -127,8 +126,7 @@ class DecodingBatch:
         slots = torch.arange(max(self.lengths), device=self._model.device)
         mask = (slots >= len(slots) - lengths).long()
         inputs = {"attention_mask": mask, "position_ids": lengths - 1}
-        with grouped_attention(self._model.config):
-            return self._logits(tokens, self._cache, keep=1, **inputs)[:, -1]
+        return self._logits(tokens, self._cache, keep=1, **inputs)[:, -1]
 
     def _passes(self, prompts: Sequence[Tensor]) -> Iterator[list[int]]:
         """Indices of the prompts of each pass, the longest first."""

@@ -7,7 +7,7 @@ import itertools
 import secrets
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -21,11 +21,14 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 
-from steelyard.engine.adapter import ALPHA, Adapter, LoraSettings
+from steelyard.engine import attention
+from steelyard.engine.adapter import ALPHA, Adapter, HalfLora, LoraSettings
 from steelyard.engine.datum_tensors import DatumLimits
+from steelyard.engine.fast_paths import FastPaths, RecomputedLayers
+from steelyard.engine.fused_layers import fuse
 from steelyard.engine.model_sources import ModelSource
 from steelyard.errors import InputError
-from steelyard.penalties.from_logits.lm_head import overheard
+from steelyard.penalties.from_logits.lm_head import factors, record_call
 
 # Largest difference by rounding, relative to the largest logit: of 32 or 64 bits, and of 16.
 _TOLERANCE, _TOLERANCE_16_BIT = 1e-4, 5e-2
@@ -45,12 +48,20 @@ class Model:
         source: the base model.
         device: the device of its weights.
         dtype: of the base weights.
+
+    Attributes:
+        paths: the ways in which it computes.
+        fused_kinds: kinds of layers that are one kernel each.
     """
 
     def __init__(self, source: ModelSource, device: torch.device, dtype: torch.dtype) -> None:
         self.source = source
         self.device = device
-        base = source.model(dtype).eval().requires_grad_(requires_grad=False).to(device)
+        self.paths = FastPaths.of(device, dtype)
+        base = source.model(dtype, device).eval().requires_grad_(requires_grad=False).to(device)
+        # Raised for an architecture that does not attend by torch's SDPA: it keeps its own.
+        with suppress(ValueError, ImportError):
+            base.set_attn_implementation(attention.NAME)
         self.config = base.config
         self.end_tokens = _end_tokens(base)
         self._layers = _layers_by_group(base)
@@ -61,7 +72,11 @@ class Model:
             for name in names
         }
         self._input_names = frozenset(inspect.signature(base.forward).parameters)
+        self._base: Any = base  # peft puts its layers into it
         self._net: Any = base
+        self.fused_kinds = fuse(base) if self.paths.fused else []
+        self._recomputed = RecomputedLayers(base) if self.paths.checkpointing else None
+        self._half_lora = HalfLora(dtype) if self.paths.half_lora else None
         self._names = (f"a{number}" for number in itertools.count())
         self._adapters: set[str] = set()
         self._active: str | None = None
@@ -87,6 +102,55 @@ class Model:
             packed = self(None, input_ids=tokens, position_ids=positions, use_cache=False).logits
             alone = self(None, input_ids=tokens[:, 3:], use_cache=False).logits
         return _is_equal(packed[:, 3:], alone)
+
+    @cached_property
+    def packs_in_one_row(self) -> bool:
+        """True if sequences lie one after another in one row, and attention gets their lengths.
+
+        Tested on the model: its attention may be of a kind that has no kernel for it.
+        """
+        if not self.paths.packed_attention or "position_ids" not in self._input_names:
+            return False
+        tokens = torch.arange(6, device=self.device)[None] % self.config.vocab_size
+        positions = torch.tensor([[0, 1, 0, 1, 2, 3]], device=self.device)
+        arguments = attention.packed_arguments([2, 4], self.device)
+        try:
+            with torch.inference_mode():
+                packed = self(
+                    None, input_ids=tokens, position_ids=positions, use_cache=False, **arguments
+                ).logits
+        except (NotImplementedError, RuntimeError, TypeError, ValueError):
+            return False  # refused by `attend`, by the kernel, or by the model's signature
+        with torch.inference_mode():
+            alone = self(None, input_ids=tokens[:, 2:], use_cache=False).logits
+        return _is_equal(packed[:, 2:], alone)
+
+    @cached_property
+    def computes_without_logits(self) -> bool:
+        """True if log-probs are computed from hidden states and the output layer."""
+        if not (self.paths.without_logits and self.supports_projection):
+            return False
+        try:
+            factors(self.output_layer)
+        except InputError:  # a layer of its own kind
+            return False
+        return True
+
+    @property
+    def layers_to_recompute(self) -> int:
+        """Number of layers that can be computed again in the backward pass."""
+        return 0 if self._recomputed is None else self._recomputed.count
+
+    @property
+    def recomputes(self) -> bool:
+        """True if its layers can be computed again in the backward pass."""
+        return self.layers_to_recompute > 0
+
+    def recomputing(self, recompute: bool) -> AbstractContextManager[None]:
+        """Keep the inputs of layers alone within the `with` block, if `recompute`."""
+        if not recompute or self._recomputed is None:
+            return nullcontext()
+        return self._recomputed.on()
 
     @cached_property
     def supports_padding(self) -> bool:
@@ -123,9 +187,13 @@ class Model:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with torch.inference_mode():
             self(None, input_ids=token, past_key_values=cache, use_cache=True)
-        found = [(layer, name) for layer in cache.layers for name in ("keys", "values")]
         # Layers with a recurrent state have neither.
-        return sum(getattr(layer, name).nbytes for layer, name in found if hasattr(layer, name))
+        return sum(
+            getattr(layer, name).nbytes
+            for layer in cache.layers
+            for name in ("keys", "values")
+            if hasattr(layer, name)
+        )
 
     @cached_property
     def supports_projection(self) -> bool:
@@ -145,16 +213,14 @@ class Model:
             returned.append(known.to(hidden.dtype).expand(*hidden.shape[:-1], -1))
             return returned[0]
 
-        with torch.inference_mode(), overheard(self.output_layer, known_logits):
+        with torch.inference_mode(), record_call(self.output_layer, known_logits):
             logits = self(None, input_ids=tokens, use_cache=False).logits
         return len(returned) == 1 and torch.equal(logits, returned[0].to(logits.dtype))
 
     @property
     def output_layer(self) -> Any:
         """Layer that computes the logits, adapters included; None if there is none."""
-        is_peft = isinstance(self._net, peft.PeftModel)
-        net = self._net.get_base_model() if is_peft else self._net
-        return net.get_output_embeddings()
+        return self._base.get_output_embeddings()
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -185,7 +251,7 @@ class Model:
             else:
                 self._net = peft.get_peft_model(self._net, config, adapter_name=name)
                 self._net.eval()
-                self._active = name
+                self._activate(name)
         self._adapters.add(name)
         # Checkpoints name the matrices without the adapter, as peft's own do.
         infix = f".{name}."
@@ -194,7 +260,10 @@ class Model:
             for key, parameter in self._net.named_parameters()
             if infix in key
         }
-        return Adapter(name, settings, parameters)
+        if self._half_lora is None:
+            return Adapter(name, settings, parameters)
+        copies = self._half_lora.add(self._net, name, self.output_layer)
+        return Adapter(name, settings, parameters, copies)
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Free the memory of an adapter, unless it is the only one: peft keeps at least one."""
@@ -202,6 +271,8 @@ class Model:
         if adapter.name in self._adapters and others:
             self._activate(min(others))
             self._net.delete_adapter(adapter.name)
+            if self._half_lora is not None:
+                self._half_lora.remove(adapter.name)
             self._adapters = others
 
     def merge(self, adapter: Adapter) -> Any:
@@ -257,9 +328,9 @@ class Model:
         """Run the model on `inputs`, with an adapter or, for None, as the base model."""
         if adapter is not None:
             self.activate(adapter)
-            return self._net(**inputs)
-        with self._without_adapter():
-            return self._net(**inputs)
+            return self._base(**inputs)
+        with self.without_adapter():
+            return self._base(**inputs)
 
     def activate(self, adapter: Adapter) -> None:
         """Make an adapter the one in use; peft then switches off the gradients of the others."""
@@ -267,26 +338,42 @@ class Model:
 
     def weight_addresses(self) -> set[int]:
         """Addresses of the storages of all weights and buffers, which no forward pass allocates."""
-        tensors: Iterator[Tensor] = itertools.chain(self._net.parameters(), self._net.buffers())
+        copies = () if self._half_lora is None else self._half_lora.tensors()
+        tensors: Iterator[Tensor] = itertools.chain(
+            self._net.parameters(), self._net.buffers(), copies
+        )
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def _activate(self, name: str) -> None:
         if self._active != name:
             self._net.set_adapter(name)
             self._active = name
+            if self._half_lora is not None:
+                self._half_lora.active = name
 
     @contextmanager
-    def _without_adapter(self) -> Iterator[None]:
-        if isinstance(self._net, peft.PeftModel):
+    def without_adapter(self) -> Iterator[None]:
+        """Make it the base model until the block ends."""
+        if not isinstance(self._net, peft.PeftModel):
+            yield
+        elif self._half_lora is None:
             with self._net.disable_adapter():
                 yield
         else:
-            yield
+            # peft walks over all modules, twice: here few layers have to be told.
+            with self._half_lora.without_adapter():
+                for layer in self._half_lora.others:
+                    layer.enable_adapters(enabled=False)
+                try:
+                    yield
+                finally:
+                    for layer in self._half_lora.others:
+                        layer.enable_adapters(enabled=True)
 
 
-def _is_equal(found: Tensor, expected: Tensor) -> bool:
+def _is_equal(logits: Tensor, expected: Tensor) -> bool:
     """True if logits are equal up to the rounding of their dtype."""
-    difference = (found - expected).abs().max() / expected.abs().max()
+    difference = (logits - expected).abs().max() / expected.abs().max()
     tolerance = _TOLERANCE_16_BIT if expected.dtype.itemsize == 2 else _TOLERANCE  # noqa: PLR2004 - bytes
     return bool(difference < tolerance)
 
@@ -294,16 +381,16 @@ def _is_equal(found: Tensor, expected: Tensor) -> bool:
 def _layers_by_group(base: Any) -> Mapping[str, Sequence[str]]:
     """Names of the layers that LoRA can train, by group."""
     output = base.get_output_embeddings()
-    found: dict[str, list[str]] = {"attn": [], "mlp": [], "unembed": []}
+    by_group: dict[str, list[str]] = {"attn": [], "mlp": [], "unembed": []}
     for name, module in base.named_modules():
         if module is output:
-            found["unembed"].append(name)
+            by_group["unembed"].append(name)
         elif isinstance(module, nn.Linear | Conv1D):
             for group, parts in _NAMES_BY_GROUP.items():
                 if any(part in name.lower() for part in parts):
-                    found[group].append(name)
+                    by_group[group].append(name)
                     break
-    return found
+    return by_group
 
 
 def free_bytes(device: torch.device) -> int:

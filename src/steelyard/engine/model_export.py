@@ -20,8 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from steelyard.engine.adapter import LoraSettings
-from steelyard.engine.checkpoint_contents import CheckpointContents
-from steelyard.engine.checkpoint_files import CONFIG, WEIGHTS
+from steelyard.engine.checkpoint_contents import CONFIG, WEIGHTS, CheckpointContents
 from steelyard.engine.checkpoints import Checkpoints
 from steelyard.engine.model import Model
 from steelyard.engine.model_sources import ModelSource, find_model

@@ -8,7 +8,7 @@ a block-diagonal causal mask of that. A `Packing` is one batch `[rows, length]` 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,11 +29,22 @@ class PackedSequence:
 
 @dataclass(frozen=True)
 class Packing:
-    """Places of some sequences in `rows` rows of one `length`."""
+    """Places of some sequences in `rows` rows of one `length`.
+
+    Attributes:
+        in_one_row: whether there is a single row, which the sequences fill one after another in the
+            order given here, and whose attention gets their lengths in place of a mask.
+    """
 
     rows: int
     length: int
     sequences: tuple[PackedSequence, ...]
+    in_one_row: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of tokens, padding included."""
+        return self.rows * self.length
 
     def fill(self, tensors: Sequence[Tensor] | Mapping[int, Tensor], value: float = 0) -> Tensor:
         """Pack tensors `[T, ...]`, one for each sequence, into `[rows, length, ...]`.
@@ -42,6 +53,8 @@ class Packing:
             tensors: by the index of the sequence; of others than those packed here, too or not.
             value: put where there is no sequence.
         """
+        if self.in_one_row:
+            return torch.cat([tensors[place.index] for place in self.sequences])[None]
         first = tensors[self.sequences[0].index]
         shape = (self.rows, self.length, *first.shape[1:])
         packed = first.new_full(shape, value)
@@ -54,6 +67,8 @@ class Packing:
 
         From the places where they fall, transformers finds which tokens may attend to each other.
         """
+        if self.in_one_row:
+            return torch.cat([torch.arange(s.stop - s.start) for s in self.sequences])[None]
         positions = torch.zeros(self.rows, self.length, dtype=torch.int64)
         ends = [0] * self.rows
         for place in self.sequences:
@@ -105,6 +120,32 @@ def pack(lengths: Sequence[int], max_tokens: int, *, shared: bool = True) -> lis
         batch.append(row)
     packings.append(_packing([rows[r] for r in batch], used[batch[0]], lengths))
     return packings
+
+
+def pack_in_one_row(lengths: Sequence[int], max_tokens: int) -> list[Packing]:
+    """Distribute sequences over packings of one row without padding, of at most `max_tokens`.
+
+    First-fit decreasing; within a packing the sequences have the order in which they were given.
+
+    Args:
+        lengths: of the sequences.
+        max_tokens: most tokens of a packing. A longer sequence has a packing of its own.
+    """
+    rows: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        row = next((r for r, left in enumerate(free) if left >= length), None)
+        if row is None:
+            rows.append([])
+            free.append(max(max_tokens, length))
+            row = len(rows) - 1
+        rows[row].append(index)
+        free[row] -= length
+    return [
+        replace(_packing([sorted(row)], sum(lengths[i] for i in row), lengths), in_one_row=True)
+        for row in rows
+    ]
 
 
 def _packing(rows: Sequence[Sequence[int]], length: int, lengths: Sequence[int]) -> Packing:

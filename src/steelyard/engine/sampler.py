@@ -23,25 +23,54 @@ from typing import Any
 import numpy as np
 import torch
 from tinker import types
-from tinker.types.topk_logprobs import TopkLogprobs
+from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
 from torch import Tensor
 
 from steelyard.engine.adapter import Adapter
 from steelyard.engine.decoding import DecodingBatch, Prefix
 from steelyard.engine.model import Model
-from steelyard.engine.prompt_logprobs import RequestedLogprobs, prompt_fields, prompt_logprobs
-from steelyard.engine.stop_condition import StopCondition
-from steelyard.engine.token_choice import Choice, RowChoice, choose_tokens
+from steelyard.engine.token_choice import Choice, RowChoice, StopCondition, choose_tokens
 from steelyard.engine.worker_thread import Arrivals
 from steelyard.errors import InputError
-from steelyard.spec import is_finite, is_whole
+from steelyard.spec.checks import is_finite, is_whole
 
-# Most rows of a batch, by device; and most bytes of its cache, if every row grew to its limit.
-# Constants, not measured: what is batched together must be the same when a run is resumed.
 # Of a call. A billion of them would fill the memory before the first one is drawn.
 MAX_SAMPLES = 4096
+# Most rows of a batch, by device; and most bytes of its cache, if every row grew to its limit.
+# Constants, not measured: what is batched together must be the same when a run is resumed.
 _CPU_ROWS, _GPU_ROWS = 64, 256
 _CACHE_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True)
+class RequestedLogprobs:
+    """Log-probs that a sampling call requests beside the samples and their own.
+
+    Attributes:
+        prompt_logprobs: whether the log-probs of the prompt's own tokens are requested.
+        last_n: limits them to the last n tokens; None: all.
+        topk_prompt: number of the likeliest tokens at each position of the prompt.
+        topk_sample: number of the likeliest tokens at each position of a sample.
+        targets: chosen tokens at each position of the prompt, `[T - 1, K]`, -1 for none.
+        alternatives: number of tokens drawn at each position of the prompt.
+    """
+
+    prompt_logprobs: bool = False
+    last_n: int | None = None
+    topk_prompt: int = 0
+    topk_sample: int = 0
+    targets: Tensor | None = None
+    alternatives: int = 0
+
+    @property
+    def whole_prompt(self) -> bool:
+        """True if the logits at every position of the prompt are needed, not at the last alone."""
+        return bool(
+            self.prompt_logprobs
+            or self.topk_prompt
+            or self.alternatives
+            or self.targets is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -82,12 +111,12 @@ class TokenSampler:
     def sample(self, requests: Sequence[SamplingRequest]) -> list[types.SampleResponse]:
         """Sample for a list of requests; what is batched together depends on the list alone."""
         batch = _SampleBatch(self.model, self._adapter)
-        found: dict[int, types.SampleResponse] = {}
+        responses: dict[int, types.SampleResponse] = {}
         for index, request in enumerate(requests):
-            batch.add(request, partial(found.__setitem__, index))
+            batch.add(request, partial(responses.__setitem__, index))
         while batch:
             batch.step()
-        return [found[index] for index in range(len(requests))]
+        return [responses[index] for index in range(len(requests))]
 
     def stream(self, request: SamplingRequest) -> Iterator[int]:
         """Tokens of one sample, each computed when it is asked for."""
@@ -103,8 +132,8 @@ class TokenSampler:
         tokens = prompt[None].to(self.model.device)
         logits = self.model(self._adapter, input_ids=tokens, use_cache=False).logits[0].cpu()
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        found = prompt_logprobs(prompt, logits.log_softmax(-1), last_n)
-        return [None if np.isnan(value) else float(value) for value in found]
+        by_token = _prompt_logprobs(prompt, logits.log_softmax(-1), last_n)
+        return [None if np.isnan(value) else float(value) for value in by_token]
 
 
 @dataclass(eq=False)
@@ -214,8 +243,8 @@ class _SampleBatch:
                 self._prefixes[job.key] = self._read_prompt(job)
         prompts = {sample.job.key: sample.job.request.prompt for sample in admitted}
         fresh = {key: prompt for key, prompt in prompts.items() if key not in self._prefixes}
-        found = self._decoding.prefill(list(fresh.values()))
-        self._prefixes.update(zip(fresh, found, strict=True))
+        prefilled = self._decoding.prefill(list(fresh.values()))
+        self._prefixes.update(zip(fresh, prefilled, strict=True))
         prefixes = [self._prefixes[sample.job.key] for sample in admitted]
         self._decoding.join(prefixes)
         logits = torch.stack([prefix.logits for prefix in prefixes])
@@ -245,11 +274,8 @@ class _SampleBatch:
         return not self._rows and sample.job.key == admitted[0].job.key
 
     def _read_prompt(self, job: _Job) -> Prefix:
-        request = job.request
-        prefix, logits = self._decoding.prefill_whole(request.prompt)
-        job.fields = prompt_fields(
-            request.prompt, logits.cpu(), request.requested, request.params.temperature, job.seed
-        )
+        prefix, logits = self._decoding.prefill_whole(job.request.prompt)
+        job.fields = _prompt_fields(job.request, logits.cpu(), job.seed)
         return prefix
 
 
@@ -310,3 +336,71 @@ def _sequence(sample: _Sample) -> types.SampledSequence:
         logprobs_np=np.array(sample.logprobs, dtype=np.float32),
         topk_logprobs_np=top,
     )
+
+
+def _prompt_fields(request: SamplingRequest, logits: Tensor, seed: int) -> dict[str, Any]:
+    """Fields of a response that are about its prompt.
+
+    All log-probs are those of `softmax(z)`, whatever the temperature of the samples.
+
+    Args:
+        request: the prompt `[T]`, and the fields that are requested.
+        logits: of the prompt, `[T, V]`, on the CPU.
+        seed: of the alternatives, which are drawn at the temperature of the request.
+    """
+    prompt, requested = request.prompt, request.requested
+    logprobs = logits.log_softmax(-1)
+    fields: dict[str, Any] = {}
+    if requested.prompt_logprobs:
+        fields["prompt_logprobs_np"] = _prompt_logprobs(prompt, logprobs, requested.last_n)
+    if requested.topk_prompt:
+        shape = (len(prompt), requested.topk_prompt)
+        first = _first_index(prompt, requested.last_n)
+        values, ids = logprobs[first - 1 : -1].topk(requested.topk_prompt)
+        top = TopkLogprobs(np.zeros(shape, np.int32), np.full(shape, MASK_LOGPROB, np.float32))
+        top.token_ids[first:], top.logprobs[first:] = ids.numpy(), values.numpy()
+        fields["topk_prompt_logprobs_np"] = top
+    if requested.targets is not None:
+        is_token = requested.targets >= 0
+        chosen = logprobs[:-1].gather(-1, requested.targets.clamp_min(0))
+        values = torch.where(is_token, chosen, torch.zeros_like(chosen))
+        fields["target_prompt_logprobs"] = types.TensorData.from_torch(values.float())
+    if requested.alternatives:
+        temperature = request.params.temperature
+        ids = _alternatives(logits[:-1], requested.alternatives, temperature, seed)
+        fields["prompt_alt_tokens"] = types.PromptAltTokens(
+            tokens=types.TensorData.from_torch(ids),
+            logprobs=types.TensorData.from_torch(logprobs[:-1].gather(-1, ids).float()),
+        )
+    return fields
+
+
+def _prompt_logprobs(
+    prompt: Tensor, logprobs: Tensor, last_n: int | None
+) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """Log-prob of each token of a prompt; NaN for the first, and for all before the last n.
+
+    Args:
+        prompt: its tokens, `[T]`.
+        logprobs: of all tokens at each of its positions, `[T, V]`.
+        last_n: the number of tokens with a log-prob; None: all.
+    """
+    by_token = np.full(len(prompt), np.nan, dtype=np.float32)
+    first = _first_index(prompt, last_n)
+    by_token[first:] = logprobs[:-1].gather(-1, prompt[1:, None])[first - 1 :, 0].numpy()
+    return by_token
+
+
+def _alternatives(logits: Tensor, number: int, temperature: float, seed: int) -> Tensor:
+    """Tokens `[T, number]` drawn with replacement at each position, by the temperature alone."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True).expand(-1, number)
+    shifted = logits.double() - logits.amax(-1, keepdim=True)
+    probs = (shifted / temperature).softmax(-1)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.multinomial(probs, number, replacement=True, generator=generator)
+
+
+def _first_index(prompt: Tensor, last_n: int | None) -> int:
+    """Index of the first token with a log-prob: never 0, which has no context to predict it."""
+    return 1 if last_n is None else max(1, len(prompt) - last_n)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,11 +12,15 @@ from torch import Tensor
 
 from steelyard.engine.adapter import Adapter
 from steelyard.engine.datum_tensors import DatumLimits, read_prompt
-from steelyard.engine.prompt_logprobs import RequestedLogprobs
-from steelyard.engine.sampler import SamplingRequest, TokenSampler, check_sampling
-from steelyard.engine.worker_thread import WorkerThread
+from steelyard.engine.sampler import (
+    RequestedLogprobs,
+    SamplingRequest,
+    TokenSampler,
+    check_sampling,
+)
+from steelyard.engine.worker_thread import WorkerThread, async_form, at_once
 from steelyard.errors import InputError
-from steelyard.spec import is_whole
+from steelyard.spec.checks import is_whole
 
 
 class LocalSamplingClient:
@@ -171,31 +174,8 @@ class LocalSamplingClient:
             )
         return SamplingRequest(tokens, num_samples, sampling_params)
 
-    async def sample_async(
-        self,
-        prompt: types.ModelInput,
-        num_samples: int,
-        sampling_params: types.SamplingParams,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
-        target_prompt_logprobs: types.TensorData | None = None,
-        prompt_alt_tokens_k: int = 0,
-        prompt_logprobs_last_n: int | None = None,
-    ) -> types.SampleResponse:
-        """Await `sample`."""
-        future = self.sample(
-            prompt,
-            num_samples,
-            sampling_params,
-            include_prompt_logprobs,
-            topk_prompt_logprobs,
-            topk_sample_logprobs,
-            target_prompt_logprobs,
-            prompt_alt_tokens_k,
-            prompt_logprobs_last_n,
-        )
-        return await asyncio.wrap_future(future)
+    sample_async = async_form(sample)
+    """Await `sample`."""
 
     def compute_logprobs(
         self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
@@ -209,11 +189,8 @@ class LocalSamplingClient:
         _check_last_n(prompt_logprobs_last_n, len(tokens))
         return self._worker.submit(self._sampler.logprobs, tokens, prompt_logprobs_last_n).future()
 
-    async def compute_logprobs_async(
-        self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
-    ) -> list[float | None]:
-        """Await `compute_logprobs`."""
-        return await asyncio.wrap_future(self.compute_logprobs(prompt, prompt_logprobs_last_n))
+    compute_logprobs_async = async_form(compute_logprobs)
+    """Await `compute_logprobs`."""
 
     def get_tokenizer(self) -> Any:
         """Tokenizer of the base model."""
@@ -223,9 +200,8 @@ class LocalSamplingClient:
         """Name of the base model."""
         return self._worker.model.source.name
 
-    async def get_base_model_async(self) -> str:
-        """Name of the base model."""
-        return self.get_base_model()
+    get_base_model_async = at_once(get_base_model)
+    """`get_base_model`, called from an event loop."""
 
 
 def _check_targets(targets: Tensor, length: int, limits: DatumLimits) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 import uuid
@@ -25,9 +24,9 @@ from steelyard.engine.datum_tensors import DatumLimits
 from steelyard.engine.model import Model
 from steelyard.engine.sampling_client import LocalSamplingClient
 from steelyard.engine.training_client import LocalTrainingClient
-from steelyard.engine.worker_thread import WorkerThread, completed
+from steelyard.engine.worker_thread import WorkerThread, at_once, completed, in_thread
 from steelyard.errors import CheckpointError, ClosedError, InputError, StateError
-from steelyard.spec import is_whole
+from steelyard.spec.checks import is_whole
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -95,18 +94,10 @@ class LocalServiceClient:
 
     def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
         """List the models with a name here; folders and Hub ids are not listed."""
-        return types.GetServerCapabilitiesResponse(
-            supported_models=[
-                types.SupportedModel(
-                    model_name=name, max_context_length=context, trainable=True, sampleable=True
-                )
-                for name, context in model_sources.KNOWN_MODELS.items()
-            ]
-        )
+        return capabilities(model_sources.KNOWN_MODELS)
 
-    async def get_server_capabilities_async(self) -> types.GetServerCapabilitiesResponse:
-        """List the models, as `get_server_capabilities` does."""
-        return self.get_server_capabilities()
+    get_server_capabilities_async = at_once(get_server_capabilities)
+    """`get_server_capabilities`, called from an event loop."""
 
     def create_lora_training_client(
         self,
@@ -174,29 +165,8 @@ class LocalServiceClient:
 
         return worker.submit(create).future()
 
-    async def create_lora_training_client_async(
-        self,
-        base_model: str,
-        rank: int = 32,
-        seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        train_unembed: bool = True,
-        user_metadata: dict[str, str] | None = None,
-        optimizer: types.OptimizerConfig | None = None,
-    ) -> LocalTrainingClient:
-        """Run `create_lora_training_client` without blocking the event loop."""
-        return await asyncio.to_thread(
-            self.create_lora_training_client,
-            base_model,
-            rank,
-            seed,
-            train_mlp,
-            train_attn,
-            train_unembed,
-            user_metadata,
-            optimizer,
-        )
+    create_lora_training_client_async = in_thread(create_lora_training_client)
+    """`create_lora_training_client` without blocking the event loop."""
 
     def create_training_client_from_state(
         self,
@@ -217,23 +187,8 @@ class LocalServiceClient:
             path, base_model, user_metadata, weights_access_token, with_optimizer=False
         )
 
-    async def create_training_client_from_state_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: dict[str, str] | None = None,
-        weights_access_token: str | None = None,
-        optimizer: types.OptimizerConfig | None = None,
-    ) -> LocalTrainingClient:
-        """Run `create_training_client_from_state` without blocking the event loop."""
-        return await asyncio.to_thread(
-            self.create_training_client_from_state,
-            path,
-            base_model,
-            user_metadata,
-            weights_access_token,
-            optimizer,
-        )
+    create_training_client_from_state_async = in_thread(create_training_client_from_state)
+    """`create_training_client_from_state` without blocking the event loop."""
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -251,21 +206,10 @@ class LocalServiceClient:
             path, base_model, user_metadata, weights_access_token, with_optimizer=True
         )
 
-    async def create_training_client_from_state_with_optimizer_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: dict[str, str] | None = None,
-        weights_access_token: str | None = None,
-    ) -> LocalTrainingClient:
-        """Run `create_training_client_from_state_with_optimizer` without blocking the loop."""
-        return await asyncio.to_thread(
-            self.create_training_client_from_state_with_optimizer,
-            path,
-            base_model,
-            user_metadata,
-            weights_access_token,
-        )
+    create_training_client_from_state_with_optimizer_async = in_thread(
+        create_training_client_from_state_with_optimizer
+    )
+    """`create_training_client_from_state_with_optimizer` without blocking the event loop."""
 
     def create_sampling_client(
         self,
@@ -309,17 +253,8 @@ class LocalServiceClient:
 
         return worker.submit(create).future()
 
-    async def create_sampling_client_async(
-        self,
-        model_path: str | None = None,
-        base_model: str | None = None,
-        retry_config: Any = None,  # the SDK's; there is nothing to retry here
-        record_stability_info: bool = False,
-    ) -> LocalSamplingClient:
-        """Run `create_sampling_client` without blocking the event loop."""
-        return await asyncio.to_thread(
-            self.create_sampling_client, model_path, base_model, retry_config, record_stability_info
-        )
+    create_sampling_client_async = in_thread(create_sampling_client)
+    """`create_sampling_client` without blocking the event loop."""
 
     def create_custom_loss(
         self, fn: Callable[..., Any], input_ranks: Mapping[str, types.CustomLossInputRank]
@@ -413,6 +348,18 @@ class LocalServiceClient:
         ).result()
 
 
+def capabilities(contexts: Mapping[str, int]) -> types.GetServerCapabilitiesResponse:
+    """Describe base models to the SDK, given the context of each in tokens."""
+    return types.GetServerCapabilitiesResponse(
+        supported_models=[
+            types.SupportedModel(
+                model_name=name, max_context_length=context, trainable=True, sampleable=True
+            )
+            for name, context in contexts.items()
+        ]
+    )
+
+
 def check_optimizer(optimizer: types.OptimizerConfig | None) -> None:
     """Check that the optimizer is AdamW, the only one of the engine.
 
@@ -449,16 +396,16 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(device)
+        chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InputError(f"device must be one that torch knows, got {device!r}.") from error
     count = torch.cuda.device_count()
-    if found.type == "cuda" and (found.index or 0) >= count:
+    if chosen.type == "cuda" and (chosen.index or 0) >= count:
         raise InputError(
             f"device must be on this machine, got {device!r}, and torch {torch.__version__} finds "
             f"{count} CUDA devices: use 'cpu', or install a torch with CUDA."
         )
-    return found
+    return chosen
 
 
 def choose_dtype(dtype: str | None, device: torch.device) -> torch.dtype:

@@ -12,11 +12,11 @@ CONTEXT = 512
 _END = "<|end|>"
 
 
-def build(dtype: torch.dtype) -> Any:
-    """Build the model, with the same weights every time."""
+def config() -> Any:
+    """Config of the model, as transformers has it."""
     import transformers  # noqa: PLC0415 - takes seconds
 
-    config = transformers.LlamaConfig(
+    return transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
@@ -29,9 +29,15 @@ def build(dtype: torch.dtype) -> Any:
         pad_token_id=256,
         tie_word_embeddings=False,
     )
+
+
+def build(dtype: torch.dtype) -> Any:
+    """Build the model, with the same weights every time."""
+    import transformers  # noqa: PLC0415 - takes seconds
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: Any = transformers.LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+        model: Any = transformers.LlamaForCausalLM(config())  # type: ignore[no-untyped-call]
         return model.to(dtype)
 
 

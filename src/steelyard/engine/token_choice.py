@@ -19,26 +19,31 @@ largest quotients are as close as the error; an inverse of the cumulative distri
 every boundary behind the error. The numbers `E` come from Philox, a generator whose output is a
 function of a key and a counter (Salmon et al., 2011, doi:10.1145/2063384.2063405): the key is
 (seed, sample), the counter begins at the position. What a row draws therefore depends on nothing
-else in the batch.
+else in the batch. `StopCondition` decides whether a token ends its sample.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tinker import types
 from torch import Tensor
 
+from steelyard.engine.model import Model
+
 _WORD = 2**64
+# A character has at most four bytes of UTF-8, and a token has at least one of them.
+_LONGEST_CHARACTER = 4
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
 class RowChoice:
-    """How the next token of one row is chosen.
+    """Settings and noise by which the next token of one row is chosen.
 
     Attributes:
         params: the temperature, `top_k` and `top_p`.
@@ -104,8 +109,8 @@ def _draw(weights: Tensor, total: Tensor, rows: Sequence[RowChoice]) -> Tensor:
     race = weights / exponential_noise(rows, weights)
     tokens: Tensor = race.argmax(-1)
     params, vocabulary = [row.params for row in rows], weights.shape[-1]
-    top_k = [index for index, each in enumerate(params) if 0 < each.top_k < vocabulary]
-    top_p = [index for index, each in enumerate(params) if each.top_p < 1 and index not in top_k]
+    top_k = [index for index, own in enumerate(params) if 0 < own.top_k < vocabulary]
+    top_p = [index for index, own in enumerate(params) if own.top_p < 1 and index not in top_k]
     if top_k:
         tokens[top_k] = _draw_top_k(weights[top_k], race[top_k], [params[i] for i in top_k])
     if top_p:
@@ -122,8 +127,8 @@ def _draw(weights: Tensor, total: Tensor, rows: Sequence[RowChoice]) -> Tensor:
 
 def _draw_top_k(weights: Tensor, race: Tensor, params: Sequence[types.SamplingParams]) -> Tensor:
     """Winners of the race among the k largest weights, and in the nucleus of these."""
-    top_k = torch.tensor([[each.top_k] for each in params], device=weights.device)
-    top_p = torch.tensor([[each.top_p] for each in params], device=weights.device)
+    top_k = torch.tensor([[own.top_k] for own in params], device=weights.device)
+    top_p = torch.tensor([[own.top_p] for own in params], device=weights.device)
     values, ids = weights.topk(int(top_k.max()), dim=-1)
     mass = values.double()
     mass[torch.arange(values.shape[-1], device=weights.device) >= top_k] = 0
@@ -156,12 +161,12 @@ def _draw_top_p(weights: Tensor, race: Tensor, tokens: Tensor, limit: Tensor) ->
         is_open = bound >= limit
         if not is_open.any():
             return tokens
-        rows, weights, limit, race = (each[is_open] for each in (rows, weights, limit, race))
+        rows, weights, limit, race = (of_row[is_open] for of_row in (rows, weights, limit, race))
         winner, weight = tokens[rows, None], weight[is_open]
         is_before = (weights > weight) | ((weights == weight) & (ids < winner))
         race.masked_fill_(~is_before, -1)
         is_out = torch.where(is_before, weights, 0).sum(-1) >= limit
-        rows, weights, limit, race = (each[is_out] for each in (rows, weights, limit, race))
+        rows, weights, limit, race = (of_row[is_out] for of_row in (rows, weights, limit, race))
         tokens[rows] = race.argmax(-1)
 
 
@@ -200,3 +205,57 @@ def _philox(row: RowChoice) -> np.random.Philox:
     # Philox counts up from the lowest word of its counter: 2**64 blocks for each position.
     key = np.array([row.seed % _WORD, row.sample], np.uint64)  # a list would become floats
     return np.random.Philox(key=key, counter=[0, row.position, 0, 0])
+
+
+class StopCondition:
+    """Decides after each token of one sample whether it ends there.
+
+    Args:
+        model: the model, for its end tokens and its tokenizer.
+        stop: stop strings or end tokens of the request. None: the model's own end tokens; an empty
+            list switches these off.
+    """
+
+    def __init__(self, model: Model, stop: str | Sequence[str] | Sequence[int] | None) -> None:
+        listed = [stop] if isinstance(stop, str) else list(stop or ())
+        self._tokens = {item for item in listed if isinstance(item, int)}
+        if stop is None or listed:
+            self._tokens |= model.end_tokens
+        texts = [item for item in listed if isinstance(item, str) and item]
+        self._text = _StopStrings(model.tokenizer, texts) if texts else None
+
+    def add(self, token: int) -> bool:
+        """True if the sample ends with this token."""
+        ends_text = self._text is not None and self._text.add(token)
+        return ends_text or token in self._tokens
+
+
+class _StopStrings:
+    """Search of the text of a sample for strings, decoding each token about twice.
+
+    A token alone does not decode as it does within a text: decoders drop the space of the first
+    token, and a character may have several tokens. So the text of new tokens is what decoding
+    adds to that of the tokens before them, which begin with the last complete character's.
+    """
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
+        self._decode = tokenizer.decode
+        self._texts = texts
+        # Characters that may begin a stop string whose end is still to come.
+        self._overlap = max(map(len, texts)) - 1
+        self._tail = ""
+        self._context: list[int] = []
+        self._context_text = ""
+        self._pending: list[int] = []
+
+    def add(self, token: int) -> bool:
+        self._pending.append(token)
+        text = self._tail + self._decode(self._context + self._pending)[len(self._context_text) :]
+        if any(stop in text for stop in self._texts):
+            return True
+        # Bytes that never become a character are not waited for longer than one takes.
+        if not text.endswith(_INCOMPLETE) or len(self._pending) >= _LONGEST_CHARACTER:
+            self._tail = text[-self._overlap :] if self._overlap else ""
+            self._context, self._pending = self._pending, []
+            self._context_text = self._decode(self._context)
+        return False

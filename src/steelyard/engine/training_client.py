@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from tinker import types
-from tinker.lib.public_interfaces.api_future import APIFuture, AwaitableConcurrentFuture
+from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from tinker.lib.public_interfaces.custom_loss import (
     LossHandle,
     check_loss_inputs,
@@ -18,23 +17,23 @@ from tinker.lib.public_interfaces.custom_loss import (
 )
 from torch import Tensor
 
-from steelyard.composition import find_loss, split_temperature
+from steelyard.composition.named_losses import find_loss, split_temperature
 from steelyard.engine.adapter import Adapter, check_adam
 from steelyard.engine.checkpoint_contents import TrainingState
 from steelyard.engine.datum_tensors import read_examples
-from steelyard.engine.forward_pass import ForwardPass
 from steelyard.engine.sampling_client import LocalSamplingClient
-from steelyard.engine.trainer import LossOfLogprobs, Trainer, with_metrics
-from steelyard.engine.worker_thread import WorkerThread
+from steelyard.engine.trainer import ForwardPass, LossOfLogprobs, Trainer, with_metrics
+from steelyard.engine.worker_thread import WorkerThread, at_once, in_thread
 from steelyard.errors import InputError
-from steelyard.spec import Stateful
+from steelyard.spec.protocol import Stateful
 
 if TYPE_CHECKING:
     from steelyard.engine.service_client import LocalServiceClient
+from steelyard.spec.regularizer import REFERENCE_INPUTS
 
 T = TypeVar("T")
 # Extra inputs, beside log-probs, that a forward pass can supply to terms.
-_EXTRA_INPUTS = ("hidden_states", "logits", "parameters", "projection")
+_EXTRA_INPUTS = ("hidden_states", "logits", "parameters", "projection", *REFERENCE_INPUTS)
 Call = Callable[[], AwaitableConcurrentFuture[T]]
 CustomLoss = Callable[[list[types.Datum], list[Tensor]], tuple[Tensor, dict[str, float]]]
 
@@ -85,7 +84,9 @@ class LocalTrainingClient:
         self._service = service
         self._worker = worker
         self._trainer = Trainer(worker.model, adapter, worker.token_budget)
-        self._state = TrainingState(worker.model, adapter, model_id, user_metadata)
+        self._state = TrainingState(
+            worker.model, adapter, worker.token_budget, model_id, user_metadata
+        )
         # Owned by the trainer, not by this client: queued calls and open passes refer to the
         # trainer, and may outlive the client.
         worker.remove_with(self._trainer, adapter)
@@ -95,7 +96,7 @@ class LocalTrainingClient:
         data: list[types.Datum],
         loss_fn: types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> APIFuture[types.ForwardBackwardOutput]:
+    ) -> AwaitableConcurrentFuture[types.ForwardBackwardOutput]:
         """Compute the loss and the log-probs, without gradients.
 
         Raises:
@@ -103,21 +104,15 @@ class LocalTrainingClient:
         """
         return self.prepare(data, loss_fn, loss_fn_config, backward=False)()
 
-    async def forward_async(
-        self,
-        data: list[types.Datum],
-        loss_fn: types.LossFnType,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> APIFuture[types.ForwardBackwardOutput]:
-        """Queue `forward` from an event loop."""
-        return self.forward(data, loss_fn, loss_fn_config)
+    forward_async = at_once(forward)
+    """`forward`, called from an event loop."""
 
     def forward_backward(
         self,
         data: list[types.Datum],
         loss_fn: types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> APIFuture[types.ForwardBackwardOutput]:
+    ) -> AwaitableConcurrentFuture[types.ForwardBackwardOutput]:
         """Compute the loss and the log-probs, and accumulate the gradient.
 
         Raises:
@@ -125,14 +120,8 @@ class LocalTrainingClient:
         """
         return self.prepare(data, loss_fn, loss_fn_config, backward=True)()
 
-    async def forward_backward_async(
-        self,
-        data: list[types.Datum],
-        loss_fn: types.LossFnType,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> APIFuture[types.ForwardBackwardOutput]:
-        """Queue `forward_backward` from an event loop."""
-        return self.forward_backward(data, loss_fn, loss_fn_config)
+    forward_backward_async = at_once(forward_backward)
+    """`forward_backward`, called from an event loop."""
 
     def prepare(
         self,
@@ -154,13 +143,19 @@ class LocalTrainingClient:
         return lambda: self._worker.submit(work, examples, loss, settings, temperature)
 
     def prepare_custom(
-        self, data: list[types.Datum], loss: LossOfLogprobs, temperature: float = 1.0
+        self,
+        data: list[types.Datum],
+        loss: LossOfLogprobs,
+        temperature: float = 1.0,
+        *,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> Callable[[], types.ForwardBackwardOutput]:
         """Check the data of a custom loss, and return a function that runs it and waits for it.
 
         That function runs the loss in its own thread, between a forward and a backward pass on
         the worker thread, where calls of other clients run meanwhile. Later calls of this client
-        must wait for it. The log-probs are those at `temperature`.
+        must wait for it. The log-probs are those at `temperature`. While the model runs forward,
+        the thread calls `meanwhile`; if that raises, the call ends with its error.
 
         Raises:
             InputError: the data break a rule.
@@ -168,26 +163,23 @@ class LocalTrainingClient:
         examples = read_examples(data, {}, self._worker.model.limits)
 
         def run() -> types.ForwardBackwardOutput:
-            opened = self._worker.submit(
+            opening = self._worker.submit(
                 self._trainer.open_pass, examples, (), temperature=temperature
-            ).result()
+            ).future()
+            try:
+                meanwhile()
+            except BaseException:
+                opening.cancel()
+                raise
+            forward = ForwardPass(self._worker, self._trainer, opening.result(), ())
             # In float32 on the CPU, as the SDK's custom losses get them.
-            leaves = [
-                outputs["logprobs"].detach().cpu().float().requires_grad_()
-                for outputs in opened.outputs
-            ]
+            leaves = [row.detach().cpu().float().requires_grad_() for row in forward.logprobs]
             with torch.enable_grad():
                 value, metrics = loss(leaves)
-                found = torch.autograd.grad(value, leaves, allow_unused=True)
-            gradients = [
-                torch.zeros_like(leaf) if gradient is None else gradient
-                for leaf, gradient in zip(leaves, found, strict=True)
-            ]
-            return (
-                ForwardPass(self._worker, self._trainer, opened, ())
-                .backward(gradients, then=lambda out: with_metrics(out, value.item(), metrics))
-                .result()
-            )
+                gradients = torch.autograd.grad(value, leaves, materialize_grads=True)
+            return forward.backward(
+                gradients, then=lambda out: with_metrics(out, value.item(), metrics)
+            ).result()
 
         return run
 
@@ -199,6 +191,7 @@ class LocalTrainingClient:
         temperature: float = 1.0,
         keep_graph: bool = True,
         per_term: bool = False,
+        reference_of: Sequence[int] | None = None,
     ) -> ForwardPass:
         """Run a forward pass and wait for it; its `backward` takes d loss / d log-probs later.
 
@@ -206,11 +199,13 @@ class LocalTrainingClient:
 
         Args:
             data: with `target_tokens`; other fields are not read.
-            needs: extra inputs: `"logits"`, `"projection"`, `"hidden_states"`, `"parameters"`.
+            needs: extra inputs: `"logits"`, `"projection"`, `"hidden_states"`, `"parameters"`; and
+                `"reference_logits"`, `"reference_projection"`, those of the base model.
             temperature: divides the logits: log-probs, logits and projection are those of the
                 policy at this temperature.
             keep_graph: False if no backward pass is expected, as in an evaluation.
             per_term: prepare for `parameter_gradients`, which is faster then.
+            reference_of: indices of the data for which the base model is run; None: all.
 
         Raises:
             InputError: the data or the needs break a rule; or a projection is needed, and the
@@ -227,6 +222,7 @@ class LocalTrainingClient:
             temperature=temperature,
             keep_graph=keep_graph,
             per_term=per_term,
+            reference_of=reference_of,
         ).result()
         return ForwardPass(self._worker, self._trainer, opened, needs)
 
@@ -236,7 +232,7 @@ class LocalTrainingClient:
         loss_fn: CustomLoss | LossHandle,
         *,
         loss_type_input: Literal["logprobs"] | None = None,
-    ) -> APIFuture[types.ForwardBackwardOutput]:
+    ) -> AwaitableConcurrentFuture[types.ForwardBackwardOutput]:
         """Accumulate the gradient of a custom loss, `(data, logprobs) -> (loss, metrics)`.
 
         The loss runs in the caller's thread, after the forward pass and before the backward pass,
@@ -268,24 +264,15 @@ class LocalTrainingClient:
         total = loss.detach().sum().item()
         return opened.backward(gradients, then=lambda out: with_metrics(out, total, metrics))
 
-    async def forward_backward_custom_async(
-        self,
-        data: list[types.Datum],
-        loss_fn: CustomLoss | LossHandle,
-        *,
-        loss_type_input: Literal["logprobs"] | None = None,
-    ) -> APIFuture[types.ForwardBackwardOutput]:
-        """Run `forward_backward_custom` without blocking the event loop."""
-        return await asyncio.to_thread(
-            self.forward_backward_custom, data, loss_fn, loss_type_input=loss_type_input
-        )
+    forward_backward_custom_async = in_thread(forward_backward_custom)
+    """`forward_backward_custom` without blocking the event loop."""
 
     def optim_step(
         self,
         optim_params: types.OptimParams | None = None,
         *,
         adam_params: types.AdamParams | None = None,
-    ) -> APIFuture[types.OptimStepResponse]:
+    ) -> AwaitableConcurrentFuture[types.OptimStepResponse]:
         """Make one AdamW step with the accumulated gradients, zeros if there are none.
 
         The metric `unclipped_grad_l2:mean` is their norm before clipping.
@@ -303,14 +290,8 @@ class LocalTrainingClient:
 
         return self._worker.submit(step)
 
-    async def optim_step_async(
-        self,
-        optim_params: types.OptimParams | None = None,
-        *,
-        adam_params: types.AdamParams | None = None,
-    ) -> APIFuture[types.OptimStepResponse]:
-        """Queue `optim_step` from an event loop."""
-        return self.optim_step(optim_params, adam_params=adam_params)
+    optim_step_async = at_once(optim_step)
+    """`optim_step`, called from an event loop."""
 
     def save_state(
         self,
@@ -318,7 +299,7 @@ class LocalTrainingClient:
         ttl_seconds: int | None = None,
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
-    ) -> APIFuture[types.SaveWeightsResponse]:
+    ) -> AwaitableConcurrentFuture[types.SaveWeightsResponse]:
         """Save the weights, the optimizer, and the states of the attached objects.
 
         Accumulated gradients that no step has used are not saved.
@@ -340,19 +321,12 @@ class LocalTrainingClient:
 
         return self._worker.submit(save)
 
-    async def save_state_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: dict[str, str] | None = None,
-    ) -> APIFuture[types.SaveWeightsResponse]:
-        """Queue `save_state` from an event loop."""
-        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+    save_state_async = at_once(save_state)
+    """`save_state`, called from an event loop."""
 
     def load_state(
         self, path: str, weights_access_token: str | None = None
-    ) -> APIFuture[types.LoadWeightsResponse]:
+    ) -> AwaitableConcurrentFuture[types.LoadWeightsResponse]:
         """Load saved weights and the states of the attached objects; the optimizer starts anew.
 
         Waits until that is done. The future has a `CheckpointError` if there is no checkpoint, or
@@ -360,30 +334,24 @@ class LocalTrainingClient:
         """
         return self._load(path, weights_access_token, optimizer=False)
 
-    async def load_state_async(
-        self, path: str, weights_access_token: str | None = None
-    ) -> APIFuture[types.LoadWeightsResponse]:
-        """Run `load_state` without blocking the event loop."""
-        return await asyncio.to_thread(self.load_state, path, weights_access_token)
+    load_state_async = in_thread(load_state)
+    """`load_state` without blocking the event loop."""
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
-    ) -> APIFuture[types.LoadWeightsResponse]:
+    ) -> AwaitableConcurrentFuture[types.LoadWeightsResponse]:
         """Load saved weights and the optimizer's state, as `load_state` does otherwise."""
         return self._load(path, weights_access_token, optimizer=True)
 
-    async def load_state_with_optimizer_async(
-        self, path: str, weights_access_token: str | None = None
-    ) -> APIFuture[types.LoadWeightsResponse]:
-        """Run `load_state_with_optimizer` without blocking the event loop."""
-        return await asyncio.to_thread(self.load_state_with_optimizer, path, weights_access_token)
+    load_state_with_optimizer_async = in_thread(load_state_with_optimizer)
+    """`load_state_with_optimizer` without blocking the event loop."""
 
     def save_weights_for_sampler(
         self,
         name: str,
         ttl_seconds: int | None = None,
         user_metadata: dict[str, str] | None = None,
-    ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
+    ) -> AwaitableConcurrentFuture[types.SaveWeightsForSamplerResponse]:
         """Save the weights without the optimizer, for `create_sampling_client`.
 
         Raises:
@@ -400,14 +368,8 @@ class LocalTrainingClient:
 
         return self._worker.submit(save)
 
-    async def save_weights_for_sampler_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: dict[str, str] | None = None,
-    ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
-        """Queue `save_weights_for_sampler` from an event loop."""
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+    save_weights_for_sampler_async = at_once(save_weights_for_sampler)
+    """`save_weights_for_sampler`, called from an event loop."""
 
     def save_weights_and_get_sampling_client(
         self,
@@ -426,16 +388,8 @@ class LocalTrainingClient:
 
         return self.snapshot().result()
 
-    async def save_weights_and_get_sampling_client_async(
-        self,
-        name: str | None = None,
-        retry_config: Any = None,  # the SDK's; there is nothing to retry here
-        record_stability_info: bool = False,
-    ) -> LocalSamplingClient:
-        """Run `save_weights_and_get_sampling_client` without blocking the event loop."""
-        return await asyncio.to_thread(
-            self.save_weights_and_get_sampling_client, name, retry_config, record_stability_info
-        )
+    save_weights_and_get_sampling_client_async = in_thread(save_weights_and_get_sampling_client)
+    """`save_weights_and_get_sampling_client` without blocking the event loop."""
 
     def snapshot(self) -> AwaitableConcurrentFuture[LocalSamplingClient]:
         """Queue `save_weights_and_get_sampling_client`."""
@@ -461,14 +415,8 @@ class LocalTrainingClient:
         """
         return self._service.create_sampling_client(model_path=model_path)
 
-    async def create_sampling_client_async(
-        self,
-        model_path: str,
-        retry_config: Any = None,  # the SDK's; there is nothing to retry here
-        record_stability_info: bool = False,
-    ) -> LocalSamplingClient:
-        """Run `create_sampling_client` without blocking the event loop."""
-        return await self._service.create_sampling_client_async(model_path=model_path)
+    create_sampling_client_async = in_thread(create_sampling_client)
+    """`create_sampling_client` without blocking the event loop."""
 
     @cached_property
     def gives(self) -> tuple[str, ...]:
@@ -477,7 +425,7 @@ class LocalTrainingClient:
         model = self._worker.model
         if self._worker.submit(lambda: model.supports_projection).result():
             return _EXTRA_INPUTS
-        return tuple(name for name in _EXTRA_INPUTS if name != "projection")
+        return tuple(name for name in _EXTRA_INPUTS if "projection" not in name)
 
     @property
     def context_length(self) -> int:
@@ -498,9 +446,8 @@ class LocalTrainingClient:
             model_name=name,
         )
 
-    async def get_info_async(self) -> types.GetInfoResponse:
-        """Describe the base model and the adapter."""
-        return self.get_info()
+    get_info_async = at_once(get_info)
+    """`get_info`, called from an event loop."""
 
     def get_tokenizer(self) -> Any:
         """Tokenizer of the base model."""

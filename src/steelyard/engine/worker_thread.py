@@ -1,16 +1,22 @@
-"""One thread for each loaded base model, which runs the calls of all clients in order."""
+"""One thread for each loaded base model, which runs the calls of all clients in order.
+
+The clients' methods have the SDK's async forms beside them: `at_once`, `in_thread` and `async_form`
+derive those from the methods themselves.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import threading
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 
@@ -22,10 +28,14 @@ from steelyard.errors import ClosedError
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+F = TypeVar("F")
+Client = TypeVar("Client")
+Method = Callable[Concatenate[Client, P], T]
+AsyncMethod = Callable[Concatenate[Client, P], Coroutine[Any, Any, T]]
 
 
 @dataclass(eq=False)
-class _Call:
+class _QueuedCall:
     """A call in the queue; one with a batch key holds a request that a running batch may take."""
 
     run: Callable[..., Any]
@@ -47,10 +57,10 @@ class Arrivals(Generic[R, T]):
     keep coming ends when requests for other weights wait.
     """
 
-    def __init__(self, queue: deque[_Call], lock: threading.Lock, first: _Call) -> None:
+    def __init__(self, queue: deque[_QueuedCall], lock: threading.Lock, first: _QueuedCall) -> None:
         self._queue = queue
         self._lock = lock
-        self._first: _Call | None = first
+        self._first: _QueuedCall | None = first
         self._key = first.batch_key
         self.taken: list[Future[T]] = []
 
@@ -70,15 +80,15 @@ class Arrivals(Generic[R, T]):
             self.taken = unfinished + [call.future for call in begun]
         return [(call.request, call.future) for call in begun]
 
-    def _waiting(self) -> list[_Call]:
-        found = []
+    def _waiting(self) -> list[_QueuedCall]:
+        waiting = []
         for call in list(self._queue):
             if call.batch_key is None:
                 break
             if call.batch_key == self._key:
                 self._queue.remove(call)
-                found.append(call)
-        return found
+                waiting.append(call)
+        return waiting
 
 
 class WorkerThread:
@@ -97,7 +107,7 @@ class WorkerThread:
         self.model = model
         self.token_budget = TokenBudget(model, max_tokens)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="steelyard-engine")
-        self._queue: deque[_Call] = deque()
+        self._queue: deque[_QueuedCall] = deque()
         self._lock = threading.Lock()  # of the queue, and of closing
         self._closed = False
         self._unused: deque[Adapter] = deque()
@@ -116,7 +126,7 @@ class WorkerThread:
         Raises:
             ClosedError: the service is closed.
         """
-        return AwaitableConcurrentFuture(self._append(_Call(partial(fn, *args, **kwargs))))
+        return AwaitableConcurrentFuture(self._append(_QueuedCall(partial(fn, *args, **kwargs))))
 
     def submit_request(
         self, run_batch: Callable[[Arrivals[R, T]], None], key: Hashable, request: R
@@ -132,7 +142,7 @@ class WorkerThread:
         Raises:
             ClosedError: the service is closed.
         """
-        return self._append(_Call(run_batch, key, request))
+        return self._append(_QueuedCall(run_batch, key, request))
 
     def close(self) -> None:
         """Finish the running call, cancel the queued ones, and refuse new ones."""
@@ -144,7 +154,7 @@ class WorkerThread:
             call.future.cancel()
         self._thread.shutdown(wait=True)
 
-    def _append(self, call: _Call) -> Future[Any]:
+    def _append(self, call: _QueuedCall) -> Future[Any]:
         with self._lock:
             if self._closed:
                 raise ClosedError("the service must be open, got a closed one: make a new one.")
@@ -170,7 +180,7 @@ class WorkerThread:
             else:
                 call.future.set_result(result)
 
-    def _run_batch(self, call: _Call) -> None:
+    def _run_batch(self, call: _QueuedCall) -> None:
         arrivals: Arrivals[Any, Any] = Arrivals(self._queue, self._lock, call)
         try:
             self._remove_unused()
@@ -193,3 +203,47 @@ def completed(value: T) -> AwaitableConcurrentFuture[T]:
     future: Future[T] = Future()
     future.set_result(value)
     return AwaitableConcurrentFuture(future)
+
+
+def at_once(method: Method[Client, P, T]) -> AsyncMethod[Client, P, T]:
+    """Async form of a method that does not block, such as one that queues a call: calls it."""
+
+    async def call(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return _bound(client, method)(*args, **kwargs)
+
+    return _described_as(method, call)
+
+
+def in_thread(method: Method[Client, P, T]) -> AsyncMethod[Client, P, T]:
+    """Async form of a method that blocks: runs it in a thread, while the event loop goes on."""
+
+    async def call(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(_bound(client, method), *args, **kwargs)
+
+    return _described_as(method, call)
+
+
+def async_form(method: Method[Client, P, Future[T]]) -> AsyncMethod[Client, P, T]:
+    """Async form of a method that returns a future: awaits its result."""
+
+    async def call(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.wrap_future(_bound(client, method)(*args, **kwargs))
+
+    return _described_as(method, call)
+
+
+def _bound(client: Client, method: Method[Client, P, T]) -> Callable[P, T]:
+    # By its name, so that a subclass that overrides a method changes its async form too.
+    bound: Callable[P, T] = getattr(client, method.__name__)
+    return bound
+
+
+def _described_as(method: Callable[..., object], call: F) -> F:
+    # Not `functools.wraps`: tools that unwrap `call` would take it for a blocking function.
+    described: Any = call
+    described.__module__ = method.__module__
+    described.__name__ = f"{method.__name__}_async"
+    described.__qualname__ = f"{method.__qualname__}_async"
+    described.__signature__ = inspect.signature(method)
+    described.__doc__ = f"Run `{method.__name__}` without blocking the event loop."
+    return call

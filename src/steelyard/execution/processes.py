@@ -1,4 +1,4 @@
-"""`ProcessExecutor`: runs tickets in worker processes, which can be killed."""
+"""`ProcessExecutor`: runs tickets in worker processes, which are killed on a timeout."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from pebble import ProcessExpired, ProcessPool
 
 from steelyard.errors import ClosedError, UnpicklableError, WorkerDiedError
 from steelyard.execution import worker_process
-from steelyard.execution.batch import Cancelled, Ticket
-from steelyard.execution.executor import Executor
-from steelyard.execution.spawn_context import kill_group, lost_workers, worker_context
+from steelyard.execution.executor import Cancelled, Executor, Ticket
+from steelyard.execution.process_lifecycle import kill_group, lost_workers, worker_context
 from steelyard.execution.transport import Message, Parcel
-from steelyard.spec import describe
-from steelyard.spec import title as term_title
+from steelyard.spec.error_messages import describe
+from steelyard.spec.error_messages import title as term_title
 
 # Seconds between two looks at a pool, which breaks without a sign to those who wait for it.
 _WATCH_INTERVAL = 0.5
@@ -35,7 +34,7 @@ _STARTS = 3  # attempts to start a pool
 _CURES = {
     "process": "leave out what cannot be pickled, or use run_in='thread'",
     "ray": "leave out what cannot be pickled; a module that the nodes do not have goes with "
-    "runtime_env={'py_modules': [...]} or {'working_dir': '.'} in its options",
+    "runtime_env={'py_modules': [...]} or {'working_dir': '.'} in its resources",
 }
 
 
@@ -253,9 +252,9 @@ def _answer(
 
 
 def _close_if_alive(executor: weakref.ref[ProcessExecutor]) -> None:
-    found = executor()
-    if found is not None:  # else it was collected, and its pool was ended
-        found.close()
+    result = executor()
+    if result is not None:  # else it was collected, and its pool was ended
+        result.close()
 
 
 def _end(pool: ProcessPool) -> None:

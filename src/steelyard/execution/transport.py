@@ -26,8 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from steelyard.execution.function_pickles import pickle_of
-
 # Below this size, in bytes, a copy through the pipe is cheaper than shared memory.
 _LARGE = 32 * 1024
 _ANONYMOUS = hasattr(os, "memfd_create")  # on Linux
@@ -156,9 +154,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             raw: Any = thing.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             shape = tuple(thing.shape)
             return _tensor, (pickle.PickleBuffer(raw), thing.dtype, shape, thing.requires_grad)
-        pickled = pickle_of(thing)
-        if pickled is not None:
-            return pickle.loads, (pickled,)
         return super().reducer_override(thing)
 
 

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import cloudpickle
 import torch
 
-from steelyard.execution.spawn_context import kill_group, lead_group
+from steelyard.execution.process_lifecycle import kill_group, lead_group
 from steelyard.execution.transport import Message, Parts, pack, receive, reply, unpack
-from steelyard.spec import describe, keep_place
+from steelyard.spec.error_messages import describe, keep_place
 
 Written = TypeVar("Written")
 
@@ -52,7 +52,9 @@ def work_in_task(call: Parts, small: list[Parts | None], *large: Parts) -> Itera
 
     def read() -> Any:
         stored = iter(large)
-        return unpack(call, [unpack(next(stored) if each is None else each) for each in small])
+        return unpack(
+            call, [unpack(next(stored) if argument is None else argument) for argument in small]
+        )
 
     succeeded, parts = answer(read, pack)
     yield [succeeded, parts]

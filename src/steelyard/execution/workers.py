@@ -9,13 +9,12 @@ import weakref
 from typing import Self
 
 from steelyard.errors import ClosedError, SpecError
-from steelyard.execution.coroutines import CoroutineExecutor
 from steelyard.execution.executor import Executor
+from steelyard.execution.process_lifecycle import forget_parents_processes
 from steelyard.execution.processes import ProcessExecutor
 from steelyard.execution.ray_tasks import RayExecutor
-from steelyard.execution.spawn_context import forget_parents_processes
-from steelyard.execution.threads import ThreadExecutor
-from steelyard.spec import is_whole
+from steelyard.execution.threads_and_coroutines import CoroutineExecutor, ThreadExecutor
+from steelyard.spec.checks import is_whole
 
 
 class Workers:
@@ -48,6 +47,7 @@ class Workers:
     def _make_executors(self) -> None:
         self.threads = ThreadExecutor()
         self.processes = ProcessExecutor(self._count)
+        _all_processes.add(self.processes)
         self.coroutines = CoroutineExecutor()
         # A new place to run terms is added here, under its `run_in` name.
         self._executors: dict[str, Executor] = {
@@ -82,6 +82,8 @@ class Workers:
 
 
 _all_workers: weakref.WeakSet[Workers] = weakref.WeakSet()
+# Also of workers that nobody refers to any more: a pool lives on until it is closed.
+_all_processes: weakref.WeakSet[ProcessExecutor] = weakref.WeakSet()
 _lock = threading.Lock()
 _default: Workers | None = None
 
@@ -99,10 +101,12 @@ def default_workers() -> Workers:
 def _close_all() -> None:
     """Close all workers, before pebble's own function at exit, which is registered earlier.
 
-    That one ends the threads of the pools, which would count as broken and be replaced.
+    That one ends the workers of the pools, which would count as broken and be replaced.
     """
     for workers in list(_all_workers):
         workers.close()
+    for executor in list(_all_processes):
+        executor.close()
 
 
 def _start_anew() -> None:
@@ -110,6 +114,7 @@ def _start_anew() -> None:
     global _default, _lock
     _default, _lock = None, threading.Lock()
     forget_parents_processes()
+    _all_processes.clear()
     for workers in _all_workers:
         workers._make_executors()  # noqa: SLF001 - of this module
 

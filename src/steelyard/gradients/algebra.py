@@ -19,9 +19,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
-from steelyard.gradients.nested_tensors import Nest, tensors_in
+from steelyard.gradients.layout import Nest, tensors_in
 from steelyard.gradients.parse_result import check_finite
 
 Row: TypeAlias = Sequence[Tensor | None]
@@ -37,21 +36,12 @@ def differentiate(loss: Tensor, inputs: Sequence[Tensor]) -> Row:
     free = [x for x in inputs if x.requires_grad]
     if not free or not loss.requires_grad:
         return [None] * len(inputs)
-    # The engine call behind torch.autograd.grad, whose checks take longer than a small term.
-    found: Row = Variable._execution_engine.run_backward(  # noqa: SLF001 - see above
-        (loss,),
-        (torch.ones_like(loss),),
-        # Terms may share a part of their graphs, such as a cached tensor.
-        keep_graph=True,
-        create_graph=False,
-        inputs=tuple(free),
-        allow_unreachable=True,
-        accumulate_grad=False,
-    )
+    # Terms may share a part of their graphs, such as a cached tensor.
+    gradients: Row = torch.autograd.grad(loss, free, retain_graph=True, allow_unused=True)
     if len(free) == len(inputs):
-        return found
-    each = iter(found)
-    return [next(each) if x.requires_grad else None for x in inputs]
+        return gradients
+    remaining = iter(gradients)
+    return [next(remaining) if x.requires_grad else None for x in inputs]
 
 
 def split_gradient(
@@ -65,10 +55,10 @@ def split_gradient(
         return differentiate(loss, [leaf])[0], {}
     tensors = {need: list(tensors_in(nest)) for need, nest in extra.items()}
     gradient, *rest = differentiate(loss, [leaf, *(t for ts in tensors.values() for t in ts)])
-    if all(found is None for found in rest):
+    if all(gradient_of_input is None for gradient_of_input in rest):
         return gradient, {}
-    each = iter(rest)
-    return gradient, {need: [next(each) for _ in ts] for need, ts in tensors.items()}
+    remaining = iter(rest)
+    return gradient, {need: [next(remaining) for _ in ts] for need, ts in tensors.items()}
 
 
 def check_gradient(term: str, row: Row) -> None:
@@ -158,13 +148,13 @@ def _inner_products(rows: Sequence[Row]) -> list[list[float]]:
         else:
             empty = torch.zeros_like(like)
             stacked = torch.stack([there.get(i, empty) for i in range(count)]).reshape(count, -1)
-            found = stacked @ stacked.T
-            on_device = found if on_device is None else on_device + found
+            square = stacked @ stacked.T
+            on_device = square if on_device is None else on_device + square
     if on_device is not None:
-        found_there = on_device.tolist()
+        numbers = on_device.tolist()
         products = [
             [a + b for a, b in zip(p, q, strict=True)]
-            for p, q in zip(products, found_there, strict=True)
+            for p, q in zip(products, numbers, strict=True)
         ]
     for i, j in combinations(range(count), 2):
         products[j][i] = products[i][j]

@@ -9,27 +9,37 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, Literal, TypeAlias, TypeVar
 
+import cloudpickle
 import torch
 from torch import Tensor
 
-from steelyard.execution import Randomness
-from steelyard.gradients import numerical
+from steelyard.execution.process_lifecycle import ForkGuard
+from steelyard.execution.random_state import Randomness
+from steelyard.gradients import estimators
 from steelyard.gradients.algebra import Row, check_gradient, split_gradient
-from steelyard.gradients.layout import Layout, LogProbs, leaf_over
-from steelyard.gradients.lost_state import AttributeRecord
-from steelyard.gradients.nested_tensors import Nest, device_of, leaves_of, mapped
+from steelyard.gradients.estimators import read_costs, score_gradient
+from steelyard.gradients.layout import (
+    Layout,
+    LogProbs,
+    Nest,
+    device_of,
+    leaf_over,
+    leaves_of,
+    mapped,
+)
 from steelyard.gradients.parse_result import (
     as_scalar,
     check_finite,
     is_unmeasured,
     split_metrics,
 )
-from steelyard.gradients.score import read_costs, score_gradient
-from steelyard.spec import Gradient
+from steelyard.spec.regularizer import Gradient
 
 Method: TypeAlias = Literal["autograd", "numerical", "score"]
 T = TypeVar("T")
@@ -108,7 +118,7 @@ class IsolatedCall:
         """As `run`, with the numerical gradient if `gradient` is `"numerical"`."""
         if self.gradient != "numerical":
             return self.run()
-        numerical.check_count(self.term, self.flat.numel())
+        estimators.check_count(self.term, self.flat.numel())
         began, evaluation = perf_counter(), self.run()
         if evaluation.value is None:
             return evaluation
@@ -130,7 +140,7 @@ class IsolatedCall:
             return self._number(as_scalar(self.term, loss))
 
         at_once = REQUESTS_AT_ONCE if self.is_async else 1
-        return await numerical.differences(value, self.flat, start, stop, at_once)
+        return await estimators.differences(value, self.flat, start, stop, at_once)
 
     async def arun(self) -> ValueAndGradient:
         """As `run`, awaited."""
@@ -198,8 +208,9 @@ class IsolatedCall:
         generator: Mapping[str, torch.Generator] = {}
         if self.randomness is not None:
             generator = self.randomness.arguments(device_of([logprobs, self.data]))
-        returned = self.fn(self.data, logprobs, **self.options, **extra, **generator)
-        return await returned if self.is_async else returned
+        with ForkGuard(self.term):
+            returned = self.fn(self.data, logprobs, **self.options, **extra, **generator)
+            return await returned if self.is_async else returned
 
     async def _call_seeded(self, logprobs: LogProbs) -> Any:
         """Call it without extra inputs; every call draws the same numbers."""
@@ -224,3 +235,44 @@ class IsolatedCall:
         if self.check_finite:
             check_finite(self.term, value)
         return value
+
+
+class AttributeRecord:
+    """The attributes of the object that a function belongs to, as they would be sent.
+
+    Args:
+        fn: a bound method, a callable object, or a wrapper of one.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._owner = _owner_of(fn)
+        self._attributes = _attributes_of(self._owner)
+
+    def changed(self) -> tuple[str, ...]:
+        """Names of those that have changed since; a cached property that was read has not."""
+        now = _attributes_of(self._owner)
+        return tuple(name for name, value in now.items() if self._attributes.get(name) != value)
+
+
+def _owner_of(fn: Any) -> object:
+    while True:
+        if isinstance(fn, partial):
+            fn = fn.func
+        elif hasattr(fn, "__wrapped__"):
+            fn = fn.__wrapped__
+        else:
+            return getattr(fn, "__self__", fn)
+
+
+def _attributes_of(owner: object) -> dict[str, bytes]:
+    """Pickles of the attributes; without those that do not pickle, such as a connection."""
+    pickles: dict[str, bytes] = {}
+    try:
+        state = owner.__getstate__()
+    except Exception:  # noqa: BLE001 - anybody's code
+        state = None
+    for name, value in (state if isinstance(state, Mapping) else {}).items():
+        if not isinstance(getattr(type(owner), name, None), cached_property):
+            with suppress(Exception):
+                pickles[name] = cloudpickle.dumps(value)
+    return pickles

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from steelyard.errors import NonFiniteError, TermResultError
 from steelyard.gradients.sharded import whole
-from steelyard.spec import BASE, title
+from steelyard.spec.error_messages import BASE, title
 
 
 def split_metrics(term: str, returned: object) -> tuple[object, dict[str, float]]:

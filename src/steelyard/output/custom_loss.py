@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import warnings
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from steelyard.errors import InputError
-from steelyard.output.drivers import Driver, find_drivers
-from steelyard.output.term_outputs import BaseLossOutput, RegularizerOutput
 
-_OF_TERMS = frozenset({"term_gradients", "parameter_gradients"})
+_OF_TERMS = frozenset({"term_gradients", "parameter_gradients", "data"})
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,10 @@ class CustomLossOutput:
             name, structured like the log-probs; None unless tracked. Not serialised, not pickled.
         parameter_gradients: d term / d parameters of the terms whose norm is with respect to them,
             by name: a tensor or None for each parameter, of minus a term that has a lower bound.
-            `accumulated` reads them; None unless tracked, in a call with `shares`. Not serialised,
+            `accumulated` reads them; None unless tracked, in a call with a `share`. Not serialised,
             not pickled.
+        data: those that the gradients are of: the batch, and behind it data of terms' own; not
+            serialised, not pickled.
         cosines: cosine between the gradients of two terms, by pair of names in the order of
             the specs, `"base"` first; empty unless tracked. 0 where a gradient is zero. Of minus
             the gradient of a term that has a lower bound, which is subtracted from the loss.
@@ -77,6 +79,7 @@ class CustomLossOutput:
     parameter_gradients: Mapping[str, Sequence[Any]] | None = field(
         default=None, compare=False, repr=False
     )
+    data: Sequence[Any] | None = field(default=None, compare=False, repr=False)
     cosines: Mapping[tuple[str, str], float] = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
@@ -99,25 +102,32 @@ class CustomLossOutput:
         return self.loss_total
 
     @property
-    def beyond(self) -> Mapping[str, Any]:
-        """The name of `extra_gradients` in 0.1.0; deprecated."""
-        warnings.warn(
-            "CustomLossOutput.beyond is deprecated: use extra_gradients.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.extra_gradients
-
-    @property
     def metrics(self) -> dict[str, float]:
         """Every number under a flat, slash-separated key; the base loss's own keys stay bare.
 
         `skipped/<name>` is 1 for each term that was skipped: its sum over steps is their count.
+        `regularizers/<name>/share` is the weighted norm of a gradient divided by the sum of the
+        weighted norms and that of the base loss, for terms in the space of the base loss.
         """
         nested = {**self.to_dict(), "skipped": dict.fromkeys(self.skipped, 1.0)}
+        for name, share in self._shares().items():
+            nested["regularizers"][name]["share"] = share
         server = nested.pop("server_metrics", {})
         custom = nested["base_loss"].pop("custom")
         return {**server, **custom, **dict(_flatten(nested))}
+
+    def _shares(self) -> dict[str, float]:
+        norms = {
+            name: term.grad_norm_weighted
+            for name, term in self.regularizers.items()
+            if term.grad_norm_weighted is not None and term.grad_space == self.grad_space
+        }
+        base = self.base_loss.grad_norm
+        total = math.inf if base is None else base + math.fsum(norms.values())
+        # Norms that are not finite (check_finite=False) have no share.
+        if not (0 < total < math.inf):
+            return {}
+        return {name: norm / total for name, norm in norms.items()}
 
     def drivers(self, name: str, n: int = 5) -> list[Driver]:
         """The data that drive a term: those with the largest share of its gradient.
@@ -147,7 +157,7 @@ class CustomLossOutput:
             raise InputError(f"n must be a whole number >= 1, got {n!r}.")
         known = {"base": "logprobs"} | {k: r.grad_space for k, r in self.regularizers.items()}
         if name not in known:
-            listed = ", ".join(repr(each) for each in known)
+            listed = ", ".join(repr(name) for name in known)
             raise InputError(f"name must be that of a term that ran, {listed}, got {name!r}.")
         if self.term_gradients is None:
             raise InputError(
@@ -224,10 +234,165 @@ class CustomLossOutput:
         )
 
 
+def without_norms(output: CustomLossOutput) -> CustomLossOutput:
+    """Copy of an output without norms and cosines."""
+    terms = {
+        name: replace(term, grad_norm=None, grad_norm_weighted=None)
+        for name, term in output.regularizers.items()
+    }
+    base = replace(output.base_loss, grad_norm=None)
+    return replace(output, base_loss=base, regularizers=terms, cosines={}, total_grad_norm=None)
+
+
 def _flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Numbers in nested mappings, by their paths."""
     for key, value in nested.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float):
+        if isinstance(value, int | float):
             yield f"{prefix}{key}", value
+        elif isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}/")
+
+
+@dataclass(frozen=True)
+class BaseLossOutput:
+    """The base loss of one call.
+
+    Attributes:
+        value: the loss.
+        grad_norm: L2 norm of d base / d logprobs; None unless tracked.
+        custom: the metrics the loss function returned.
+    """
+
+    value: float
+    grad_norm: float | None = None
+    custom: Mapping[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready mapping; `grad_norm` is there only when tracked."""
+        return _without_none(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> BaseLossOutput:
+        """The inverse of `to_dict`."""
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class RegularizerOutput:
+    """One regularizer of one call.
+
+    Attributes:
+        name: the name in its spec.
+        value: the raw value, before the weight.
+        weight: the weight at this step; under a bound, the multiplier.
+        contribution: weight * value, what it adds to the loss; -weight * value under a lower
+            bound.
+        grad_norm: L2 norm of d value / d logprobs; None unless tracked, and for a term
+            without a gradient.
+        grad_norm_weighted: weight * grad_norm.
+        custom: the metrics the regularizer returned.
+        duration: seconds it took, its gradient included.
+        grad_space: what its gradient is with respect to.
+        bound: the bound of its value at this step; None for a term with a weight.
+        violation: by how much the value is beyond the bound, 0 if it is not; None for a term
+            with a weight.
+    """
+
+    name: str
+    value: float
+    weight: float
+    contribution: float
+    grad_norm: float | None = None
+    grad_norm_weighted: float | None = None
+    custom: Mapping[str, float] = field(default_factory=dict)
+    duration: float = 0.0
+    grad_space: str = "logprobs"
+    bound: float | None = None
+    violation: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready mapping; gradient fields are there only when tracked."""
+        values = _without_none(self)
+        if self.grad_norm is None and self.grad_space == "logprobs":
+            del values["grad_space"]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RegularizerOutput:
+        """The inverse of `to_dict`."""
+        return cls(**values)
+
+
+def _without_none(output: BaseLossOutput | RegularizerOutput) -> dict[str, Any]:
+    values = {**vars(output), "custom": dict(output.custom)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+class TokenShare(NamedTuple):
+    """Share of one token.
+
+    Attributes:
+        position: index of the token in the log-probs of its datum.
+        share: its part of the whole gradient of the term.
+    """
+
+    position: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Driver:
+    """A datum that drives a term, and its tokens.
+
+    With g the gradient of the term with respect to all log-probs of the batch, a token has the
+    share Σ|g| over its log-probs / Σ|g| over all log-probs. A token has one log-prob for `[T]`
+    and K of them for `[T, K]`. The share of a datum is the sum over its tokens, so the shares of
+    all data add up to 1. If every log-prob moves by at most ε, the token changes the term by at
+    most ε · Σ|g| over its log-probs, to first order.
+
+    Attributes:
+        datum: index of the datum in the batch.
+        share: its part of the whole gradient of the term.
+        tokens: its tokens with a share above 0, the largest first.
+    """
+
+    datum: int
+    share: float
+    tokens: tuple[TokenShare, ...]
+
+
+def find_drivers(gradients: Any, n: int) -> list[Driver]:
+    """The `n` data with the largest share of a gradient, the largest first.
+
+    Args:
+        gradients: d term / d logprobs, a tensor per datum in a list; or one tensor, one datum.
+        n: number of data; those with a share of 0 are left out.
+
+    Raises:
+        InputError: the gradient is not finite.
+    """
+    data = gradients if isinstance(gradients, Sequence) else [gradients]
+    by_token = [_sizes(gradient) for gradient in data]
+    by_datum = [float(sizes.sum()) for sizes in by_token]
+    total = math.fsum(by_datum)
+    if not math.isfinite(total):
+        raise InputError(f"the gradient must be finite to find its drivers, got a sum of {total}.")
+    # Equal shares stay in the order of the batch: the sort is stable.
+    order = sorted(range(len(data)), key=lambda index: -by_datum[index])[:n]
+    return [
+        Driver(index, by_datum[index] / total, _tokens(by_token[index], total))
+        for index in order
+        if by_datum[index] > 0
+    ]
+
+
+def _sizes(gradient: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Σ|g| of each token: over all dimensions but the first."""
+    values = np.atleast_1d(np.abs(gradient.detach().cpu().double().numpy()))
+    sizes: np.ndarray[Any, np.dtype[np.float64]] = values.sum(axis=tuple(range(1, values.ndim)))
+    return sizes
+
+
+def _tokens(sizes: np.ndarray[Any, np.dtype[np.float64]], total: float) -> tuple[TokenShare, ...]:
+    order = np.argsort(-sizes, kind="stable")
+    return tuple(TokenShare(int(i), float(sizes[i]) / total) for i in order if sizes[i] > 0)

@@ -5,14 +5,13 @@
 * `constraints`: `orthogonality`, `consistency`: relations between rows or between arrays
 * `gradient_penalties`: `gradient_penalty`, `interpolated_gradient_penalty`,
   `output_magnitude_penalty`: gradient norms of functions, magnitudes of outputs
-* `finite_check`: `validate`: raises on NaN and infinity
 * `pipeline`: `PenaltyPipeline`: a weighted sum of penalties, with metrics
 * `from_logits`: entropy, divergences and likelihoods over whole vocabularies, fused
 """
 
+from steelyard.penalties._checks import validate
 from steelyard.penalties.constraints import consistency, orthogonality
 from steelyard.penalties.divergences import entropy, js_divergence, kl_divergence
-from steelyard.penalties.finite_check import validate
 from steelyard.penalties.gradient_penalties import (
     gradient_penalty,
     interpolated_gradient_penalty,

@@ -46,7 +46,7 @@ def is_numpy(x: object) -> bool:
     return isinstance(x, _NUMPY)
 
 
-def is_traced(x: object) -> bool:
+def is_jax_tracer(x: object) -> bool:
     """Check whether `x` is a JAX tracer: an abstract array without values, as inside `jax.jit`."""
     if not is_jax(x):
         return False
@@ -192,7 +192,7 @@ def logaddexp(xp: Namespace, x: Array, y: Array) -> Array:
     return xp.logaddexp(x, y)
 
 
-def gram(xp: Namespace, rows: Array) -> Array:
+def gram_of_rows(xp: Namespace, rows: Array) -> Array:
     """Gram matrix `rows @ rowsᵀ`, `[n, m]` to `[n, n]`, in the precision of the rows.
 
     Autocast (torch) and the default matmul precision of accelerators (JAX) would round

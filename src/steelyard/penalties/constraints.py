@@ -14,18 +14,15 @@ from steelyard.penalties._arrays import (
     cast,
     constant,
     floored_norm,
-    gram,
+    gram_of_rows,
     identity,
 )
-from steelyard.penalties._logprob_check import warn_above_zero
-from steelyard.penalties._options import class_axis, flag, one_of
-from steelyard.penalties._reduction import accept_mask, accept_reduction, keep, reduce
-from steelyard.penalties._row_blocks import by_rows
-from steelyard.penalties.divergences import kl_rows
+from steelyard.penalties._checks import class_axis, flag, one_of, warn_above_zero
+from steelyard.penalties._reduction import accept_mask, accept_reduction, by_rows, keep, reduce
+from steelyard.penalties.divergences import MAX_LOG_RATIO, kl_rows
 from steelyard.penalties.primitives import Reduction
 
 _NORM_FLOOR = 1e-8
-_MAX_LOG_RATIO = 100.0
 
 
 def orthogonality(
@@ -73,7 +70,7 @@ def orthogonality(
     one_of("axis", axis, ("rows", "sequence", "vocabulary"))
     xp, [x], dtype = accept(x=x)
     rows = _matrix(xp, x, axis)
-    products = _unit_gram(xp, rows) if normalize else gram(xp, rows)
+    products = _unit_gram(xp, rows) if normalize else gram_of_rows(xp, rows)
     unit = identity(xp, products)
     if mode == "soft":
         result = xp.sum(xp.square(xp.where(unit == 1, 0.0, products)))
@@ -137,12 +134,17 @@ def consistency(
     a, b = keep(xp, a, mask, row_axis), keep(xp, b, mask, row_axis)
     if row_axis is None:
         values = xp.square(a - b) if metric == "mse" else absolute(xp, a - b)
-    elif metric == "cosine":
-        from_end = row_axis - a.ndim
-        values = by_rows(lambda a, b: 1.0 - _cosines(xp, a, b, from_end), [a, b], from_end)
-    else:
+        return cast(xp, reduce(xp, values, reduction, mask), dtype)
+    axis = row_axis - a.ndim
+    if metric == "kl":
         warn_above_zero(a=a, b=b)
-        values = kl_rows(xp, a, b, "symmetric", row_axis - a.ndim, _MAX_LOG_RATIO)
+
+    def disagreement(a: Array, b: Array) -> Array:
+        if metric == "cosine":
+            return 1.0 - xp.sum(_unit(xp, a, axis) * _unit(xp, b, axis), axis=axis)
+        return kl_rows(xp, a, b, "symmetric", axis, MAX_LOG_RATIO)
+
+    values = by_rows(disagreement, [a, b], axis)
     return cast(xp, reduce(xp, values, reduction, mask), dtype)
 
 
@@ -162,15 +164,7 @@ def _matrix(xp: Namespace, x: Array, axis: str) -> Array:
         rows = xp.permute_dims(x, (1, 0, 2) if axis == "sequence" else (2, 0, 1))
     if 0 in rows.shape:
         raise InputError(f"x must not be empty, got shape {tuple(x.shape)}.")
-    return _flat_rows(xp, rows, axis)
-
-
-def _flat_rows(xp: Namespace, x: Array, axis: str) -> Array:
-    return xp.reshape(x, (-1, x.shape[-1]) if axis == "rows" else (x.shape[0], -1))
-
-
-def _cosines(xp: Namespace, a: Array, b: Array, axis: int) -> Array:
-    return xp.sum(_unit(xp, a, axis) * _unit(xp, b, axis), axis=axis)
+    return xp.reshape(rows, (-1, x.shape[-1]) if axis == "rows" else (rows.shape[0], -1))
 
 
 def _unit(xp: Namespace, x: Array, axis: int) -> Array:
@@ -186,7 +180,7 @@ def _unit_gram(xp: Namespace, rows: Array) -> Array:
     as large; the squared norms are already on the diagonal of the products.
     """
     scaled, floor = _rescale(xp, rows, 1)
-    products, lowest = gram(xp, scaled), xp.square(floor)
+    products, lowest = gram_of_rows(xp, scaled), xp.square(floor)
     squares = xp.sum(products * identity(xp, products), axis=1, keepdims=True)
     norms = xp.sqrt(xp.where(squares < lowest, lowest, squares))
     return products / (norms * xp.matrix_transpose(norms))

@@ -15,16 +15,15 @@ from steelyard.penalties._arrays import (
     log_softmax,
     logaddexp,
 )
-from steelyard.penalties._logprob_check import warn_above_zero
-from steelyard.penalties._options import class_axis, flag, one_of, positive
-from steelyard.penalties._reduction import accept_mask, accept_reduction, keep, reduce
-from steelyard.penalties._row_blocks import by_rows
+from steelyard.penalties._checks import class_axis, flag, one_of, positive, warn_above_zero
+from steelyard.penalties._reduction import accept_mask, accept_reduction, by_rows, keep, reduce
 from steelyard.penalties.primitives import Reduction
 
 # Finite stand-in for log 0: exp(LOG_ZERO) is 0, and 0 · LOG_ZERO is 0 where 0 · (-inf) is NaN. A
 # clamp to it has gradient 0 below, so that a class of probability 0 drops out of value and
 # gradient. -1e30 fits into float32; narrower floats have been widened before.
 LOG_ZERO = -1e30
+MAX_LOG_RATIO = 100.0  # the log ratio of a KL divergence is clamped to ± this number by default
 
 
 def kl_divergence(
@@ -83,9 +82,9 @@ def kl_divergence(
     xp, [p, q], dtype = accept(p=p, q=q)
     axis = class_axis(axis, p.ndim)
     mask = accept_mask(xp, mask, p, axis)
-    p, q = keep(xp, p, mask, axis), keep(xp, q, mask, axis)
+    p, q, axis = keep(xp, p, mask, axis), keep(xp, q, mask, axis), axis - p.ndim
     warn_above_zero(p=p, q=q)
-    rows = kl_rows(xp, p, q, direction, axis - p.ndim, limit)
+    rows = by_rows(lambda p, q: kl_rows(xp, p, q, direction, axis, limit), [p, q], axis)
     return cast(xp, reduce(xp, rows, reduction, mask), dtype)
 
 
@@ -201,15 +200,11 @@ def kl_rows(
     xp: Namespace, p: Array, q: Array, direction: str, axis: int, limit: float | None
 ) -> Array:
     """KL divergence of each row in the given direction; `axis` is negative."""
-
-    def formula(p: Array, q: Array) -> Array:
-        if direction == "forward":
-            return _kl(xp, p, q, axis, limit)
-        if direction == "reverse":
-            return _kl(xp, q, p, axis, limit)
-        return 0.5 * (_kl(xp, p, q, axis, limit) + _kl(xp, q, p, axis, limit))
-
-    return by_rows(formula, [p, q], axis)
+    if direction == "forward":
+        return _kl(xp, p, q, axis, limit)
+    if direction == "reverse":
+        return _kl(xp, q, p, axis, limit)
+    return 0.5 * (_kl(xp, p, q, axis, limit) + _kl(xp, q, p, axis, limit))
 
 
 def _kl(xp: Namespace, p: Array, q: Array, axis: int, limit: float | None) -> Array:
@@ -228,7 +223,7 @@ def _kl(xp: Namespace, p: Array, q: Array, axis: int, limit: float | None) -> Ar
 
 
 def js_rows(xp: Namespace, p: Array, q: Array, axis: int) -> Array:
-    """Jensen-Shannon divergence of each row of log-probabilities; shared with `from_logits`.
+    """Jensen-Shannon divergence of each row of log-probabilities.
 
     `log m = log ½(p + q) = logaddexp(log p, log q) - log 2` never leaves log space, so that
     probabilities that underflow do not give log 0.
@@ -243,7 +238,7 @@ def js_rows(xp: Namespace, p: Array, q: Array, axis: int) -> Array:
 
 
 def negative_entropy_rows(xp: Namespace, logprobs: Array, temperature: float, axis: int) -> Array:
-    """`Σ p · log p` of each row; shared with `from_logits`."""
+    """`Σ p · log p` of each row."""
     if temperature != 1:
         logprobs = _apply_temperature(xp, logprobs, temperature, axis)
     logprobs = clamp(xp, logprobs, LOG_ZERO)

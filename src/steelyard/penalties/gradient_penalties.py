@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from steelyard.errors import InputError
 from steelyard.penalties._arrays import Array, accept, cast, is_jax, is_torch, root, widen
-from steelyard.penalties._options import flag, number
+from steelyard.penalties._checks import flag, number
 from steelyard.penalties._reduction import accept_reduction, reduce
 
 

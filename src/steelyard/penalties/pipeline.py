@@ -10,10 +10,18 @@ from typing import Any, TypeVar
 from steelyard import telemetry
 from steelyard.errors import InputError
 from steelyard.penalties._arrays import Array, constant
-from steelyard.penalties._options import flag
-from steelyard.penalties._penalty_term import Penalty, PenaltyTerm, TermLike, build_term, term_from
-from steelyard.penalties._totals import refuse_traced, values_and_norms, weighted_sum
-from steelyard.spec import Schedule, listed
+from steelyard.penalties._checks import flag
+from steelyard.penalties._pipeline_terms import (
+    Penalty,
+    PenaltyTerm,
+    TermLike,
+    build_term,
+    refuse_traced,
+    term_from,
+    total_of,
+    values_and_norms,
+)
+from steelyard.spec.protocol import Schedule, listed
 
 T = TypeVar("T")
 
@@ -71,7 +79,7 @@ class PenaltyPipeline:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all penalties, in order."""
-        return tuple(each.name for each in self._terms)
+        return tuple(term.name for term in self._terms)
 
     @property
     def terms(self) -> tuple[PenaltyTerm, ...]:
@@ -87,7 +95,7 @@ class PenaltyPipeline:
             >>> print(l1.weight * l1.evaluate(np.ones(3)), l2.weight * l2.evaluate(np.ones(3)))
             3.0 1.5
         """
-        return tuple(each for each in self._terms if each.enabled)
+        return tuple(term for term in self._terms if term.enabled)
 
     def weights(self, step: Any = 0) -> dict[str, Any]:
         """Weights of the enabled penalties at a step, by name.
@@ -104,7 +112,7 @@ class PenaltyPipeline:
             >>> PenaltyPipeline(["l1", warm]).weights(step=5)
             {'l1': 1.0, 'l2': 0.25}
         """
-        return {each.name: each.weight_at(step) for each in self.terms}
+        return {term.name: term.weight_at(step) for term in self.terms}
 
     @staticmethod
     def metrics(
@@ -178,8 +186,8 @@ class PenaltyPipeline:
         if track_grad_norms:
             values, norms = values_and_norms(terms, weights, inputs)
         else:
-            values = {each.name: each.evaluate(inputs) for each in terms}
-        total = weighted_sum(weights, values, inputs)
+            values = {term.name: term.evaluate(inputs) for term in terms}
+        total = total_of(weights, values, inputs)
         refuse_traced(total)
         raw = {name: float(constant(value)) for name, value in values.items()}
         metrics = self.metrics(raw, weights, norms, float(constant(total)))
@@ -211,8 +219,8 @@ class PenaltyPipeline:
             >>> print(PenaltyPipeline(["l1", "l2"]).compute_total(np.array([1.0, -2.0])))
             8.0
         """
-        values = {each.name: each.evaluate(inputs) for each in self.terms}
-        return weighted_sum(self.weights(step), values, inputs)
+        values = {term.name: term.evaluate(inputs) for term in self.terms}
+        return total_of(self.weights(step), values, inputs)
 
     def add(
         self,
@@ -254,7 +262,7 @@ class PenaltyPipeline:
             InputError: No penalty has that name.
         """
         removed = self._find(name)
-        return PenaltyPipeline(each for each in self._terms if each is not removed)
+        return PenaltyPipeline(term for term in self._terms if term is not removed)
 
     def update_weight(self, name: str, weight: float | Schedule) -> PenaltyPipeline:
         """Return a pipeline in which the named penalty has another weight.
@@ -278,19 +286,19 @@ class PenaltyPipeline:
 
     def __repr__(self) -> str:
         summands = []
-        for each in self._terms:
-            schedule = getattr(each.weight, "__name__", each.weight)
-            weight = schedule if callable(each.weight) else f"{each.weight:g}"
-            summands.append(f"{weight} * {each.name}{'' if each.enabled else ' (off)'}")
+        for term in self._terms:
+            schedule = getattr(term.weight, "__name__", term.weight)
+            weight = schedule if callable(term.weight) else f"{term.weight:g}"
+            summands.append(f"{weight} * {term.name}{'' if term.enabled else ' (off)'}")
         return f"PenaltyPipeline({' + '.join(summands)})"
 
     def _find(self, name: str) -> PenaltyTerm:
-        for each in self._terms:
-            if each.name == name:
-                return each
+        for term in self._terms:
+            if term.name == name:
+                return term
         raise InputError(f"no penalty is called {name!r}; there are: {listed(self.names)}.")
 
     def _replaced(self, name: str, **changes: Any) -> PenaltyPipeline:  # fields of PenaltyTerm
         old = self._find(name)
         new = replace(old, **changes)
-        return PenaltyPipeline(new if each is old else each for each in self._terms)
+        return PenaltyPipeline(new if term is old else term for term in self._terms)

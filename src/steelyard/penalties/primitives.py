@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from steelyard.penalties._arrays import Array, Namespace, absolute, accept, cast, clamp
-from steelyard.penalties._options import fraction, number, one_of, positive
+from steelyard.penalties._checks import fraction, number, one_of, positive
 from steelyard.penalties._reduction import accept_mask, accept_reduction, count, keep, reduce
 
 Reduction = Literal["sum", "mean", "none"]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         TruncatedImportanceSampling,
     )
     from steelyard.regularizers.length import OverlongPenalty, RelativeLength
+    from steelyard.regularizers.likelihood import NLL
     from steelyard.regularizers.logic import LogicalConsistency
     from steelyard.regularizers.preference import DPO, ChosenNLL, SquaredLogRatio
     from steelyard.regularizers.reference import Consistency, JSToReference, KLToReference
@@ -52,6 +53,7 @@ __all__ = [  # noqa: RUF022 - sorted as Python sorts
     "L2",
     "LogicalConsistency",
     "MaskedImportanceSampling",
+    "NLL",
     "OverlongPenalty",
     "RelativeLength",
     "SquaredLogRatio",
@@ -60,38 +62,29 @@ __all__ = [  # noqa: RUF022 - sorted as Python sorts
     "WholeVocabulary",
 ]
 
-_LAZY = {
-    "Adaptive": "stateful",
-    "ChosenNLL": "preference",
-    "ConfidencePenalty": "entropy",
-    "Consistency": "reference",
-    "DPO": "preference",
-    "DemographicParity": "fairness",
-    "EMADrift": "stateful",
-    "ElasticNet": "sparsity",
-    "Entropy": "entropy",
-    "EqualizedOdds": "fairness",
-    "ExternalValidation": "external_validation",
-    "JSToReference": "reference",
-    "KLToReference": "reference",
-    "L1": "sparsity",
-    "L2": "sparsity",
-    "LogicalConsistency": "logic",
-    "MaskedImportanceSampling": "importance",
-    "OverlongPenalty": "length",
-    "RelativeLength": "length",
-    "SquaredLogRatio": "preference",
-    "TopologicalConsistency": "topology",
-    "TruncatedImportanceSampling": "importance",
-    "WholeVocabulary": "vocabulary",
+_CLASSES_OF = {
+    "entropy": ("ConfidencePenalty", "Entropy"),
+    "external_validation": ("ExternalValidation",),
+    "fairness": ("DemographicParity", "EqualizedOdds"),
+    "importance": ("MaskedImportanceSampling", "TruncatedImportanceSampling"),
+    "length": ("OverlongPenalty", "RelativeLength"),
+    "logic": ("LogicalConsistency",),
+    "likelihood": ("NLL",),
+    "preference": ("ChosenNLL", "DPO", "SquaredLogRatio"),
+    "reference": ("Consistency", "JSToReference", "KLToReference"),
+    "sparsity": ("ElasticNet", "L1", "L2"),
+    "stateful": ("Adaptive", "EMADrift"),
+    "topology": ("TopologicalConsistency",),
+    "vocabulary": ("WholeVocabulary",),
 }
+_MODULE_OF = {name: module for module, names in _CLASSES_OF.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'steelyard.regularizers' has no attribute {name!r}")
     try:
-        module = importlib.import_module(f"steelyard.regularizers.{_LAZY[name]}")
+        module = importlib.import_module(f"steelyard.regularizers.{_MODULE_OF[name]}")
     except ModuleNotFoundError as error:
         raise _cure(f"steelyard.regularizers.{name}", error) from error
     return getattr(module, name)

@@ -1,4 +1,4 @@
-"""Estimators of entropy and divergences from log-probs of sampled tokens or listed classes.
+"""Entropy and divergences: estimated from log-probs of tokens or listed classes, or exact.
 
 A server returns the log-prob of each *target* token: `[T]` per datum, not a distribution. The
 `sampled_*` functions estimate from these, concatenated over a batch to `[N]`. Expectations below
@@ -14,19 +14,25 @@ functions with `sequence` in their name count that too. They use two identities 
 `E_q[w x] = E_p[x]` with the importance ratio w = p/q: the functions that take `ratios` weight each
 token by it, and the expectations below hold over tokens sampled from q.
 
-With `[T, K]` log-probs of listed classes, `with_tail` completes a distribution.
+With `[T, K]` log-probs of listed classes, `with_tail` completes a distribution. With logits or a
+projection at hand, `kl_to_base` computes the divergence over the whole vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from steelyard.errors import InputError
+from steelyard.gradients.datum_fields import as_tensor, loss_fn_input
+from steelyard.penalties import from_logits
+from steelyard.penalties.from_logits.projection import Projection
 from steelyard.regularizers._tokens import DatumRow, Source, mean
 
 TAIL_FLOOR = 1e-8
@@ -34,6 +40,10 @@ TAIL_FLOOR = 1e-8
 MAX_LOG_RATIO = 20.0
 # Stands for log 0 in every dtype: its exponential is 0, and 0 · _LOG_ZERO is 0.
 _LOG_ZERO = -1e4
+# Batches of at most this many logits, 256 MB in float32, are computed from logits: 512 tokens over
+# a vocabulary of unknown size, which is taken for one of 2^17.
+_LOGITS, _CLASSES = 2**26, 2**17
+REFERENCE_OF = {"logits": "reference_logits", "projection": "reference_projection"}
 
 
 def with_gradient_of(surrogate: Tensor, value: Tensor) -> Tensor:
@@ -156,7 +166,8 @@ def sampled_kl(
         Schulman (2020), "Approximating KL divergence"; DeepSeek-AI (2025), "DeepSeek-V3.2",
         section 3.1 (w·k3).
     """
-    return {key: mean(each) for key, each in kl_tokens(logprobs, reference, ratios).items()}
+    summands = kl_tokens(logprobs, reference, ratios)
+    return {key: mean(tokens) for key, tokens in summands.items()}
 
 
 def kl_tokens(
@@ -245,3 +256,58 @@ def _weighted(values: Tensor, ratios: Tensor | None, *, constant: bool = False) 
     if ratios is None:
         return values
     return values * (ratios.detach() if constant else ratios)
+
+
+def vocabulary_input(
+    data: Any, gives: Collection[str], vocabulary: int | None = None
+) -> str | None:
+    """Choose `"logits"` for small batches, else `"projection"`; None if neither is available.
+
+    Logits are of all tokens, of those that do not count too. A projection has those of some tokens
+    at a time only, but computes them twice, and a gradient of the whole layer.
+    """
+    if not isinstance(data, Sequence):
+        return None
+    targets = [loss_fn_input(datum, "target_tokens") for datum in data]
+    known = [as_tensor(tokens) for tokens in targets if tokens is not None]
+    if any(tokens.dim() > 1 for tokens in known):
+        return None  # [T, K]: distributions already
+    size = sum(map(len, known)) * (vocabulary or _CLASSES)
+    is_small = len(known) == len(data) and size <= _LOGITS
+    names = ("logits", "projection") if is_small else ("projection", "logits")
+    return next((name for name in names if name in gives), None)
+
+
+def kl_to_base(rows: Sequence[DatumRow], whole: Mapping[str, Any], direction: str) -> Tensor:
+    """KL of the model's distributions and the base model's, mean over the tokens that count.
+
+    Args:
+        rows: the data.
+        whole: `logits` and `reference_logits`, or `projection` and `reference_projection`, with an
+            item for each datum.
+        direction: as for `from_logits.kl`.
+    """
+    policy = next(name for name in REFERENCE_OF if name in whole)
+    triples = zip(rows, whole[policy], whole[REFERENCE_OF[policy]], strict=True)
+    pairs = [(_counted(row, own), _counted(row, base)) for row, own, base in triples]
+    if policy == "projection":
+        # The gradient of the output layer, `[classes, features]`, is then computed once.
+        own, base = (_stacked(column) for column in zip(*pairs, strict=True))
+        pairs = [(own, base)]
+    options: Any = {"direction": direction, "reduction": "sum"}
+    sums = [from_logits.kl(own, base, **options) for own, base in pairs]
+    return torch.stack(sums).sum() / sum(len(row.kept) for row in rows)
+
+
+def _counted(row: DatumRow, distribution: Any) -> Any:
+    """The logits or the projection of the tokens that count."""
+    if isinstance(distribution, Projection):
+        return replace(distribution, hidden=row.keep(distribution.hidden))
+    return row.keep(distribution)
+
+
+def _stacked(projections: Sequence[Projection]) -> Projection:
+    """One projection of all tokens; the data share the output layer."""
+    return replace(
+        projections[0], hidden=torch.cat([projection.hidden for projection in projections])
+    )

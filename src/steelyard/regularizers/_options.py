@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from steelyard.spec import OptionChecks
+from steelyard.spec.checks import OptionChecks
 
 CHECKS = OptionChecks("regularizer")
 require, one_of, flag = CHECKS.require, CHECKS.one_of, CHECKS.flag

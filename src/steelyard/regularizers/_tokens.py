@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import InputError
-from steelyard.gradients import LogProbs, as_tensor, loss_fn_input, token_mask
+from steelyard.gradients.datum_fields import as_tensor, loss_fn_input, token_mask
+from steelyard.gradients.layout import LogProbs
 
 Source: TypeAlias = str | Callable[[Any, int], Any]
 
@@ -32,7 +33,7 @@ class DatumRow:
 
     @property
     def counts(self) -> bool:
-        """Whether one of its tokens counts."""
+        """True if one of its tokens counts."""
         return len(self.logprobs) > 0 if self.mask is None else bool(self.mask.any())
 
     @property
@@ -65,14 +66,14 @@ class DatumRow:
         Raises:
             InputError: it is missing, or has another shape.
         """
-        given = as_tensor(self.read(source)).detach().to(self.logprobs)
-        if given.shape != self.logprobs.shape:
+        values = as_tensor(self.read(source)).detach().to(self.logprobs)
+        if values.shape != self.logprobs.shape:
             raise InputError(
                 f"{_name(source)} of datum {self.index} must have the shape of its log-probs, "
-                f"{list(self.logprobs.shape)}, got {list(given.shape)}.",
+                f"{list(self.logprobs.shape)}, got {list(values.shape)}.",
                 datum=self.index,
             )
-        return self.keep(given)
+        return self.keep(values)
 
     def read_label(self, source: Source) -> Hashable:
         """Read a label: a string or one number; an integral number becomes an int.
@@ -164,9 +165,9 @@ def batch_pairs(rows: Sequence[DatumRow], label: Source | None) -> list[tuple[Da
         groups.setdefault(row.read_label(label), []).append(row)
     for value, group in groups.items():
         if len(group) != 2:  # noqa: PLR2004 - a pair
-            found = ", ".join(f"datum {row.index}" for row in group)
+            members = ", ".join(f"datum {row.index}" for row in group)
             raise InputError(
-                f"a pair must have two data, got {found} for the pair {value!r}.",
+                f"a pair must have two data, got {members} for the pair {value!r}.",
                 datum=group[0].index,
             )
     return [(first, second) for first, second in groups.values()]

@@ -1,13 +1,68 @@
-"""Build the regularizer that another one wraps."""
+"""Regularizers that compute another one: its properties, and how an option describes it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from inspect import isawaitable
 from typing import Any
 
 from steelyard.errors import SpecError
 from steelyard.regularizers import _options
-from steelyard.spec import Regularizer, build, entry_point, rejects
+from steelyard.spec.protocol import Regularizer, entry_point, is_async, measurement, rejects
+from steelyard.spec.registry import build
+
+
+class Wrapper:
+    """Base of regularizers that compute another one, with the properties that follow from it.
+
+    A subclass has the methods `_compute` and `_acompute`, which is the same as a coroutine.
+
+    Attributes:
+        regularizer: The wrapped one: an object with `compute`, or a function.
+        call_options: Options of its calls.
+    """
+
+    regularizer: Any
+    call_options: dict[str, Any]
+    _compute: Callable[..., Any]
+    _acompute: Callable[..., Any]
+
+    @property
+    def gradient(self) -> str:
+        """Gradient method of the wrapped regularizer."""
+        return str(getattr(self.regularizer, "gradient", "auto"))
+
+    @property
+    def measures_only(self) -> str:
+        """Why the wrapped regularizer must not be trained on; empty if it may."""
+        return str(getattr(self.regularizer, "measures_only", ""))
+
+    @property
+    def zero_means(self) -> str:
+        """Cause that the doctor gives where the wrapped regularizer's value stays 0."""
+        return str(getattr(self.regularizer, "zero_means", ""))
+
+    @property
+    def compute(self) -> Any:
+        """Function that computes the term; async if the wrapped regularizer is."""
+        return self._acompute if is_async(self.regularizer) else self._compute
+
+    @property
+    def measure(self) -> Any:
+        """Function that measures the wrapped regularizer, as it is, on held-out data."""
+        return functools.partial(measurement(self.regularizer), **self.call_options)
+
+
+def then(returned: Any, fn: Callable[[Any], Any]) -> Any:
+    """Apply `fn` to what a term returned; if that is a coroutine, return one of the result."""
+    if not isawaitable(returned):
+        return fn(returned)
+
+    async def applied() -> Any:
+        return fn(await returned)
+
+    return applied()
 
 
 def build_wrapped(regularizer: Any, wrapper: str) -> tuple[Any, dict[str, Any]]:

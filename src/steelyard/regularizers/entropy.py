@@ -13,19 +13,21 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
+from array_api_compat import torch as xp
 from torch import Tensor
 
 from steelyard import penalties
-from steelyard.composition import PerDatum
+from steelyard.composition.per_datum import PerDatum
 from steelyard.errors import InputError
-from steelyard.gradients import LogProbs, as_tensor, loss_fn_input, were_sampled
+from steelyard.gradients.datum_fields import as_tensor, loss_fn_input, were_sampled
+from steelyard.gradients.layout import LogProbs
 from steelyard.penalties import from_logits
-from steelyard.penalties.from_logits import Projection
+from steelyard.penalties.divergences import negative_entropy_rows
+from steelyard.penalties.from_logits.projection import Projection
 from steelyard.regularizers import _options
-from steelyard.regularizers._class_rows import entropy_rows
 from steelyard.regularizers._estimators import (
     datum_ratios,
     entropy_tokens,
@@ -43,9 +45,58 @@ from steelyard.regularizers._tokens import DatumRow, Source, counted_rows, mean,
 # a vocabulary of unknown size, which is taken for one of 2^17.
 _LOGITS, _CLASSES = 2**26, 2**17
 
+ValueAndMetrics: TypeAlias = tuple[Tensor, dict[str, float]]
+
+
+class _EntropyTerm:
+    """Base of both terms: selects what the entropy is computed from."""
+
+    def compute(
+        self, data: Any, logprobs: LogProbs, *, projection: Any = None, logits: Any = None
+    ) -> ValueAndMetrics | Any:
+        """Compute the penalty of a batch, and its `entropy` in nats (in [0, 1] if normalised).
+
+        With `importance` also the mean `ratio` of its tokens.
+
+        Args:
+            data: of the batch.
+            logprobs: of its tokens, `[T]` or `[T, K]`.
+            projection: a `Projection` for each datum; then, or with logits, H is exact.
+            logits: `[T, V]` for each datum.
+
+        Raises:
+            InputError: the data are fixed, and only the log-probs `[T]` of their tokens are given;
+                or an option does not go with what is given.
+        """
+        rows = counted_rows(data, logprobs, classes=True)
+        if not rows:
+            return None
+        outputs = logits if projection is None else projection
+        if outputs is not None:
+            outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
+            return self._from_vocabulary(rows, outputs)
+        self._check_sampled(data, rank_of([row.logprobs.shape for row in rows]))
+        return self._from_logprobs(rows)
+
+    def compute_sampled(self, data: Any, logprobs: LogProbs) -> ValueAndMetrics | Any:
+        """Compute the same of tokens that were sampled, whatever the data say."""
+        rows = counted_rows(data, logprobs, classes=True)
+        return self._from_logprobs(rows) if rows else None
+
+    def _check_sampled(self, data: Any, rank: int) -> None:
+        _require_sampled(data, rank)
+
+    def _from_vocabulary(self, rows: Sequence[DatumRow], outputs: Sequence[Any]) -> ValueAndMetrics:
+        """Penalty from the logits or the projection of each datum."""
+        raise NotImplementedError
+
+    def _from_logprobs(self, rows: Sequence[DatumRow]) -> ValueAndMetrics:
+        """Penalty from the log-probs of sampled tokens or of listed classes."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
-class Entropy:
+class Entropy(_EntropyTerm):
     """Entropy of the model's predictions, as a penalty (+H) or a bonus (-H).
 
     `"penalty"` is +H: adding it to a loss lowers entropy. `"bonus"` is -H: adding it raises
@@ -72,6 +123,8 @@ class Entropy:
 
     `[T, K]`: `H = -Σ p log p` over the K classes and one tail class with the remaining mass,
     averaged over tokens; a lower bound of the true entropy. **The gradient is exact.**
+
+    In reinforcement learning a bound, `at_least`, is usual instead of a weight.
 
     Reads from each datum: `weights` (optional), where 0 leaves a token out; `logprobs` (optional),
     which says that its tokens were sampled; `importance`, if that is a field.
@@ -124,52 +177,21 @@ class Entropy:
         _options.one_of("level", self.level, ("token", "sequence"), self.name)
         _options.resolve_source(self, "importance", optional=True)
 
-    def needs_for(self, data: Any, gives: Collection[str]) -> tuple[str, ...]:
+    def needs_for(
+        self,
+        data: Any,
+        gives: Collection[str],
+        *,
+        own: bool = False,  # noqa: ARG002 - the same for those
+    ) -> tuple[str, ...]:
         """Need the whole vocabulary for fixed data: see `ChoosesNeeds`."""
         if self.importance is not None or self.level == "sequence":
             return ()
         return _needs_for(data, gives, self.vocabulary)
 
-    def compute(
-        self, data: Any, logprobs: LogProbs, *, projection: Any = None, logits: Any = None
-    ) -> tuple[Tensor, dict[str, float]] | Any:
-        """Compute the penalty of a batch, and its `entropy` in nats (in [0, 1] if normalised).
-
-        With `importance` also the mean `ratio` of its tokens.
-
-        Args:
-            data: of the batch.
-            logprobs: of its tokens, `[T]` or `[T, K]`.
-            projection: a `Projection` for each datum; then, or with logits, H is exact.
-            logits: `[T, V]` for each datum.
-
-        Raises:
-            InputError: the data are fixed, and only the log-probs `[T]` of their tokens are given;
-                or an option does not go with what is given.
-        """
-        rows = counted_rows(data, logprobs, classes=True)
-        if not rows:
-            return None
-        given = logits if projection is None else projection
-        if given is not None:
-            require_samples(self.level, self.importance, "logits", "leave needs out of the spec")
-            entropy = self._over_vocabulary(rows, given)
-            return self._sign * entropy, {"entropy": entropy.item()}
-        if self.importance is None:
-            _require_sampled(data, rank_of([row.logprobs.shape for row in rows]), self.level)
-        return self._from_logprobs(rows)
-
-    def compute_sampled(
-        self, data: Any, logprobs: LogProbs
-    ) -> tuple[Tensor, dict[str, float]] | Any:
-        """Compute the same of tokens that were sampled, whatever the data say."""
-        rows = counted_rows(data, logprobs, classes=True)
-        return self._from_logprobs(rows) if rows else None
-
     def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
         """Form per datum: see `Separable`."""
-        if self.importance is None:
-            _require_sampled(data, rank_of(shapes), self.level)
+        self._check_sampled(data, rank_of(shapes))
         if rank_of(shapes) > 1:
             require_samples(self.level, self.importance)
             metrics: dict[str, Any] = {"entropy": (self._row_values, "mean")}
@@ -191,7 +213,22 @@ class Entropy:
     def _sign(self) -> float:
         return 1.0 if self.mode == "penalty" else -1.0
 
-    def _from_logprobs(self, rows: Sequence[DatumRow]) -> tuple[Tensor, dict[str, float]]:
+    def _check_sampled(self, data: Any, rank: int) -> None:
+        if self.importance is None:
+            _require_sampled(data, rank, self.level)
+
+    def _from_vocabulary(self, rows: Sequence[DatumRow], outputs: Sequence[Any]) -> ValueAndMetrics:
+        require_samples(self.level, self.importance, "logits", "leave needs out of the spec")
+        sums = [
+            from_logits.entropy(logits, temperature=self.temperature, mask=mask, reduction="sum")
+            for logits, mask in _together(rows, outputs)
+        ]
+        entropy = torch.stack(sums).sum() / sum(len(row.kept) for row in rows)
+        if self.normalize:
+            entropy = entropy / math.log(self.vocabulary or outputs[0].shape[-1])
+        return self._sign * entropy, {"entropy": entropy.item()}
+
+    def _from_logprobs(self, rows: Sequence[DatumRow]) -> ValueAndMetrics:
         metrics = {}
         if rows[0].logprobs.dim() == 1:
             ratios = None
@@ -204,17 +241,6 @@ class Entropy:
             entropy = mean(self._token_entropies(rows))
         return self._sign * entropy, {"entropy": entropy.item(), **metrics}
 
-    def _over_vocabulary(self, rows: Sequence[DatumRow], given: Any) -> Tensor:
-        """Mean entropy of the distributions over the whole vocabulary."""
-        sums = [
-            from_logits.entropy(logits, temperature=self.temperature, mask=mask, reduction="sum")
-            for logits, mask in _together(rows, _by_datum(given))
-        ]
-        total = torch.stack(sums).sum() / sum(len(row.kept) for row in rows)
-        if not self.normalize:
-            return total
-        return total / math.log(self.vocabulary or _by_datum(given)[0].shape[-1])
-
     def _token_values(
         self, logprobs: Tensor, sampled: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -225,7 +251,7 @@ class Entropy:
         return values / scale, surrogates / scale
 
     def _row_values(self, logprobs: Tensor) -> Tensor:
-        values = entropy_rows(with_tail(logprobs), self.temperature)
+        values: Tensor = -negative_entropy_rows(xp, with_tail(logprobs), self.temperature, -1)
         if not self.normalize:
             return values
         if self.vocabulary is None:
@@ -260,14 +286,14 @@ class Entropy:
         entropies = []
         for row in rows:
             classes = with_tail(row.kept)
-            each = penalties.entropy(classes, temperature=self.temperature, reduction="none")
+            values = penalties.entropy(classes, temperature=self.temperature, reduction="none")
             count = self.vocabulary or classes.shape[-1]
-            entropies.append(each / math.log(count) if self.normalize else each)
+            entropies.append(values / math.log(count) if self.normalize else values)
         return torch.cat(entropies)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConfidencePenalty:
+class ConfidencePenalty(_EntropyTerm):
     """Penalise overconfident predictions: entropy below a threshold Γ.
 
     `[T, K]`: `mean max(0, Γ - H_t)` over tokens, H_t the entropy of the K classes and their
@@ -305,43 +331,15 @@ class ConfidencePenalty:
     def __post_init__(self) -> None:
         _options.positive("threshold", self.threshold, self.name)
 
-    def needs_for(self, data: Any, gives: Collection[str]) -> tuple[str, ...]:
+    def needs_for(
+        self,
+        data: Any,
+        gives: Collection[str],
+        *,
+        own: bool = False,  # noqa: ARG002 - the same for those
+    ) -> tuple[str, ...]:
         """Need the whole vocabulary for fixed data: see `ChoosesNeeds`."""
         return _needs_for(data, gives)
-
-    def compute(
-        self, data: Any, logprobs: LogProbs, *, projection: Any = None, logits: Any = None
-    ) -> tuple[Tensor, dict[str, float]] | Any:
-        """Compute the penalty of a batch, and its `entropy` in nats.
-
-        Args:
-            data: of the batch.
-            logprobs: of its tokens, `[T]` or `[T, K]`.
-            projection: a `Projection` for each datum; then, or with logits, H is exact.
-            logits: `[T, V]` for each datum.
-
-        Raises:
-            InputError: the data are fixed, and only the log-probs `[T]` of their tokens are given.
-        """
-        rows = counted_rows(data, logprobs, classes=True)
-        if not rows:
-            return None
-        given = logits if projection is None else projection
-        if given is not None:
-            return self._below(
-                entropies if mask is None else entropies[mask]
-                for logits, mask in _together(rows, _by_datum(given))
-                for entropies in [from_logits.entropy(logits, mask=mask, reduction="none")]
-            )
-        _require_sampled(data, rank_of([row.logprobs.shape for row in rows]))
-        return self._from_logprobs(rows)
-
-    def compute_sampled(
-        self, data: Any, logprobs: LogProbs
-    ) -> tuple[Tensor, dict[str, float]] | Any:
-        """Compute the same of tokens that were sampled, whatever the data say."""
-        rows = counted_rows(data, logprobs, classes=True)
-        return self._from_logprobs(rows) if rows else None
 
     def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:
         """Form per datum of `[T, K]` log-probs: see `Separable`."""
@@ -351,18 +349,30 @@ class ConfidencePenalty:
                 "the entropy of log-probs [T] is that of all tokens of the batch together, and "
                 "its threshold too: use [T, K] targets."
             )
+
+        def entropies(logprobs: Tensor) -> Tensor:
+            values: Tensor = -negative_entropy_rows(xp, with_tail(logprobs), 1.0, -1)
+            return values
+
         return PerDatum(
-            lambda logprobs: (self.threshold - entropy_rows(with_tail(logprobs))).clamp_min(0),
-            metrics={"entropy": (lambda logprobs: entropy_rows(with_tail(logprobs)), "mean")},
+            lambda logprobs: (self.threshold - entropies(logprobs)).clamp_min(0),
+            metrics={"entropy": (entropies, "mean")},
         )
 
-    def _from_logprobs(self, rows: Sequence[DatumRow]) -> tuple[Tensor, dict[str, float]]:
+    def _from_vocabulary(self, rows: Sequence[DatumRow], outputs: Sequence[Any]) -> ValueAndMetrics:
+        return self._below(
+            entropies if mask is None else entropies[mask]
+            for logits, mask in _together(rows, outputs)
+            for entropies in [from_logits.entropy(logits, mask=mask, reduction="none")]
+        )
+
+    def _from_logprobs(self, rows: Sequence[DatumRow]) -> ValueAndMetrics:
         if rows[0].logprobs.dim() == 1:
             kept = torch.cat([row.kept for row in rows])
             return sampled_confidence(kept, self.threshold), {"entropy": -mean(kept).item()}
         return self._below(penalties.entropy(with_tail(row.kept), reduction="none") for row in rows)
 
-    def _below(self, entropies: Iterable[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    def _below(self, entropies: Iterable[Tensor]) -> ValueAndMetrics:
         """Penalty of the entropies of the tokens of each datum, and their mean."""
         entropy = torch.cat(list(entropies))
         penalty = mean((self.threshold - entropy).clamp_min(0))
@@ -388,19 +398,19 @@ def _needs_for(data: Any, gives: Collection[str], vocabulary: int | None = None)
     return ()
 
 
-def _together(rows: Sequence[DatumRow], given: Sequence[Any]) -> list[tuple[Any, Tensor | None]]:
+def _together(rows: Sequence[DatumRow], outputs: Sequence[Any]) -> list[tuple[Any, Tensor | None]]:
     """Logits or projection of each datum with its mask; or one projection of all that counts.
 
     The gradient of the output layer, `[classes, features]`, is then computed once and not for each
     datum.
     """
-    pairs = list(zip(given, (row.mask for row in rows), strict=True))
-    first = given[0]
+    pairs = list(zip(outputs, (row.mask for row in rows), strict=True))
+    first = outputs[0]
     if not isinstance(first, Projection) or any(
-        other.weight is not first.weight or other.bias is not first.bias for other in given
+        other.weight is not first.weight or other.bias is not first.bias for other in outputs
     ):
         return pairs
-    counted = [row.keep(own.hidden) for row, own in zip(rows, given, strict=True)]
+    counted = [row.keep(own.hidden) for row, own in zip(rows, outputs, strict=True)]
     return [(replace(first, hidden=torch.cat(counted)), None)]
 
 
@@ -425,7 +435,3 @@ def _require_sampled(data: Any, rank: int, level: str = "token") -> None:
         "data their sampling log-probs, importance=... or [T, K] targets. For logits of your own "
         "there is steelyard.penalties.from_logits.entropy."
     )
-
-
-def _by_datum(given: Any) -> Sequence[Any]:
-    return given if isinstance(given, list | tuple) else [given]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from steelyard.errors import InputError, TermError
-from steelyard.gradients import LogProbs, as_tensor, loss_fn_input
+from steelyard.gradients.datum_fields import as_tensor, loss_fn_input
+from steelyard.gradients.layout import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers._http_endpoint import Response
-from steelyard.regularizers.judges import JsonService, as_json
+from steelyard.regularizers.json_service import JsonService, Response, ServiceOptions, as_json
 
 
 class ExternalValidation:
@@ -31,6 +31,9 @@ class ExternalValidation:
 
     Errors, repr and telemetry show the URL without user, password and query, and no header.
     (httpx itself logs the URL with its query, at level INFO: put secrets in headers.)
+
+    On fixed data a weight of 1 / (tokens of a datum) cancels what a mean of cross-entropy per token
+    learns from a datum of penalty 1; a larger one makes it less likely without end.
 
     Reads from each datum: the fields that `payload` reads; `weights` (optional), where 0 leaves a
     token out of the gradient. Without `payload` the request is `{"tokens": [...],
@@ -92,10 +95,7 @@ class ExternalValidation:
         self._unanswered = (
             None if unanswered is None else _options.number("unanswered", unanswered, name)
         )
-        self._service = JsonService(
-            name,
-            _options.CHECKS,
-            "penalty",
+        options = ServiceOptions(
             url=url,
             headers=headers,
             concurrency=concurrency,
@@ -106,6 +106,7 @@ class ExternalValidation:
             max_bytes=max_bytes,
             follow_redirects=follow_redirects,
         )
+        self._service = JsonService(name, _options.CHECKS, "penalty", options)
 
     def __repr__(self) -> str:
         return f"ExternalValidation(url={self._service.public_url!r})"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from steelyard._extras import require
-from steelyard.gradients import LogProbs
+from steelyard.gradients.layout import LogProbs
 from steelyard.regularizers import _options
 from steelyard.regularizers._tokens import DatumRow, Source, counted_rows
-from steelyard.spec import title
+from steelyard.spec.error_messages import title
 
 Outcome: TypeAlias = Literal["logprob", "prob"]
 Test: TypeAlias = Literal["kruskal", "anova", "none"]

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from inspect import isawaitable
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from steelyard.gradients import LogProbs, flatten, read_costs, score_gradient
+from steelyard.gradients.estimators import read_costs, score_gradient
+from steelyard.gradients.layout import LogProbs, flatten
 from steelyard.regularizers import _options
 from steelyard.regularizers._estimators import with_gradient_of
 from steelyard.regularizers._tokens import DatumRow, Source, batch_rows
-from steelyard.regularizers._wrapped import build_wrapped
-from steelyard.spec import Stateful, entry_point, is_async, measurement
+from steelyard.regularizers._wrapped import Wrapper, build_wrapped, then
+from steelyard.spec.protocol import Stateful, entry_point
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ImportanceSampling:
-    """Base of the wrappers, which differ in the weight that they give to a ratio out of bounds."""
+class _ImportanceSampling(Wrapper):
+    """Base of the two wrappers, which differ in the weight of a ratio that is out of bounds."""
 
     regularizer: Any
     importance: Source = "logprobs"
@@ -31,7 +30,7 @@ class _ImportanceSampling:
     high: float | None = None
 
     prefix: ClassVar[str]  # of the name
-    _call_options: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
+    call_options: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         _options.resolve_source(self, "importance")
@@ -43,7 +42,7 @@ class _ImportanceSampling:
             _options.at_least("high", self.high, self.low or 0, self.name)
         inner, options = build_wrapped(self.regularizer, self.name)
         object.__setattr__(self, "regularizer", inner)
-        object.__setattr__(self, "_call_options", options)
+        object.__setattr__(self, "call_options", options)
         rules = {
             "a term over log-probs alone: the weights do not reach other inputs": (
                 not getattr(inner, "needs", ())
@@ -66,41 +65,19 @@ class _ImportanceSampling:
 
     @property
     def run_in(self) -> str:
-        """Where the wrapped term runs."""
+        """Executor of the wrapped term."""
         return str(getattr(self.regularizer, "run_in", "auto"))
 
     @property
     def gradient(self) -> str:
         """Gradient method: that of the wrapped term, whose score function is differentiated."""
-        method = str(getattr(self.regularizer, "gradient", "auto"))
-        return "autograd" if method == "score" else method
-
-    @property
-    def measures_only(self) -> str:
-        """Why the wrapped term must not be trained on; empty if it may."""
-        return str(getattr(self.regularizer, "measures_only", ""))
-
-    @property
-    def zero_means(self) -> str:
-        """What it says of the wrapped term that its value stays 0."""
-        return str(getattr(self.regularizer, "zero_means", ""))
-
-    @property
-    def compute(self) -> Any:
-        """Function that computes the term; async if the wrapped one is."""
-        return self._acompute if is_async(self.regularizer) else self._compute
-
-    @property
-    def measure(self) -> Any:
-        """Function that measures the wrapped term on held-out data, which were not sampled."""
-        return functools.partial(measurement(self.regularizer), **self._call_options)
+        return "autograd" if super().gradient == "score" else super().gradient
 
     def _compute(self, data: Any, logprobs: LogProbs) -> Any:
         weighted = _Weighted(data, logprobs, self)
         # The tokens were sampled, whatever the data say: `importance` is their log q.
         inner = getattr(self.regularizer, "compute_sampled", None) or entry_point(self.regularizer)
-        returned = inner(data, weighted.logprobs, **self._call_options)
-        return weighted.aresult(returned) if isawaitable(returned) else weighted.result(returned)
+        return then(inner(data, weighted.logprobs, **self.call_options), weighted.result)
 
     async def _acompute(self, data: Any, logprobs: LogProbs) -> Any:
         return await self._compute(data, logprobs)
@@ -235,9 +212,10 @@ class _Weighted:
         self._data, self._sampling = data, sampling
         self._rows = batch_rows(data, logprobs)
         ratios = sampling._ratios(self._rows)  # noqa: SLF001 - of this file
-        weights = [sampling._weigh(each) for each in ratios]  # noqa: SLF001
+        weights = [sampling._weigh(ratio) for ratio in ratios]  # noqa: SLF001
         self._metrics = _metrics(torch.cat(ratios), torch.cat(weights))
-        scaled = [_scale(row, each) for row, each in zip(self._rows, weights, strict=True)]
+        pairs = zip(self._rows, weights, strict=True)
+        scaled = [_scale(row, row_weights) for row, row_weights in pairs]
         # In the structure that the caller gave.
         self.logprobs: LogProbs = scaled[0] if isinstance(logprobs, Tensor) else scaled
 
@@ -247,9 +225,6 @@ class _Weighted:
         if loss is not None and getattr(self._sampling.regularizer, "gradient", "auto") == "score":
             loss = self._score(loss)
         return loss, {**(metrics or {}), **self._metrics}
-
-    async def aresult(self, returned: Awaitable[Any]) -> tuple[Any, dict[str, float]]:
-        return self.result(await returned)
 
     def _score(self, costs: Any) -> Tensor:
         """Mean of the costs, with the gradient of the score function times the weights.
@@ -261,13 +236,13 @@ class _Weighted:
         costs = read_costs(name, costs, layout)
         factors = score_gradient(name, costs, self._data, layout).to(flat)
         scaled = [self.logprobs] if isinstance(self.logprobs, Tensor) else self.logprobs
-        each = [
+        surrogates = [
             (row.keep(factor) * row.keep(own)).sum()
             for row, factor, own in zip(
                 self._rows, torch.split(factors, layout.sizes), scaled, strict=True
             )
         ]
-        return with_gradient_of(torch.stack(each).sum(), value=costs.mean().to(flat))
+        return with_gradient_of(torch.stack(surrogates).sum(), value=costs.mean().to(flat))
 
 
 def _scale(row: DatumRow, weights: Tensor) -> Tensor:

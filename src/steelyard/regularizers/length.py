@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from steelyard.composition import PerDatum
-from steelyard.gradients import LogProbs, flatten, read_costs, score_gradient
+from steelyard.composition.per_datum import PerDatum
+from steelyard.gradients.estimators import read_costs, score_gradient
+from steelyard.gradients.layout import LogProbs, flatten
 from steelyard.regularizers import _options
 from steelyard.regularizers._tokens import DatumRow, Source, counted_rows
 
@@ -29,6 +30,8 @@ class OverlongPenalty:
     The value is the mean over data. **The gradient is the score-function estimate**: unbiased
     for that of the expected penalty if the data were sampled from the model being trained; wrapped
     in `TruncatedImportanceSampling(level="sequence", high=None)` also if they were not.
+
+    Usual with `correct` alone, and where most answers are right: without it, accuracy collapses.
 
     Reads from each datum: `weights` (optional), where 0 leaves a token out; `correct`, if that is
     a field.
@@ -102,6 +105,8 @@ class RelativeLength:
     is the score-function estimate**: unbiased for that of the expected penalty of a datum whose
     group is held fixed, if the data were sampled from the model being trained; wrapped in
     `TruncatedImportanceSampling(level="sequence", high=None)` also if they were not.
+
+    Usual with `correct` alone, and where most answers are right: without it, accuracy collapses.
 
     Reads from each datum: `group`, one number (with tinker's `Datum` as an array, a tensor or
     `TensorData`) or, in a plain mapping, a string; `correct`, if that is a field; `weights`
@@ -213,5 +218,5 @@ def _lengths(rows: list[DatumRow]) -> Tensor:
 
 
 def _right(rows: list[DatumRow], correct: Source | None, threshold: float) -> list[bool]:
-    """Whether the answer of each datum is right; True for all without `correct`."""
+    """Return for each datum if its answer is right; True for all without `correct`."""
     return [correct is None or row.read_number(correct) >= threshold for row in rows]

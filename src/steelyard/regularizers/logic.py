@@ -1,17 +1,71 @@
-"""Logic: satisfiability of the constraints of each datum, decided by Z3."""
+"""Logical consistency of several answers: satisfiability of constraints, decided by Z3."""
 
 from __future__ import annotations
 
+import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 from steelyard._extras import require
-from steelyard.gradients import LogProbs
+from steelyard.errors import InputError
+from steelyard.gradients.layout import LogProbs
 from steelyard.regularizers import _options
-from steelyard.regularizers.judges import verdict
-from steelyard.spec import title
+from steelyard.spec.error_messages import title
+
+# Z3's default context, in which users build their constraints, is not safe for threads: objects of
+# it must not even be freed while another thread uses it.
+_lock = threading.Lock()
+
+
+def verdict(
+    constraints: Callable[[], Any], seconds: float, where: str, *, datum: int | None = None
+) -> str:
+    """Decide whether constraints can be true together: `"sat"`, `"unsat"` or `"unknown"`.
+
+    Args:
+        constraints: a function without arguments that returns a Z3 expression or a list of them.
+            An empty list is satisfiable.
+        seconds: the time that Z3 may take.
+        where: what the constraints belong to, for messages: `"datum 3"`.
+        datum: index of the datum that they belong to, for errors.
+
+    Raises:
+        InputError: the function returned something else.
+
+    Example:
+        >>> import z3
+        >>> verdict(lambda: [z3.Int("x") > 1, z3.Int("x") < 2], 1.0, "datum 0")
+        'unsat'
+    """
+    with _lock:
+        try:
+            return _verdict(constraints, seconds, where, datum)
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)
+            raise
+
+
+def _verdict(constraints: Callable[[], Any], seconds: float, where: str, datum: int | None) -> str:
+    """As `verdict`; a function of its own, so that its Z3 objects are freed under the lock too."""
+    import z3  # noqa: PLC0415 - an extra
+
+    solver = z3.Solver()
+    solver.set("timeout", max(1, round(1000 * seconds)))
+    returned = constraints()
+    # z3.parse_smt2_string returns an AstVector, which is not a Python sequence.
+    several = isinstance(returned, list | tuple | z3.AstVector)
+    for constraint in returned if several else [returned]:
+        if not isinstance(constraint, bool | z3.BoolRef):
+            raise InputError(
+                f"the constraints of {where} must be Z3 expressions that are true or "
+                f"false, one or a list of them, got {constraint!r}.",
+                datum=datum,
+            )
+        solver.add(constraint)
+    return str(solver.check())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +85,9 @@ class LogicalConsistency:
     It runs in a process unless its spec says otherwise. Z3 does not always keep to its own time
     limit; the term's `timeout` kills the process, and `on_error` decides whether the call fails
     or the term is skipped. A thread cannot be killed, and there terms with Z3 run one at a time.
+
+    On fixed data a weight of 1 / (tokens of a datum) cancels what a mean of cross-entropy per token
+    learns from a datum of penalty 1; a larger one makes it less likely without end.
 
     Reads from each datum: the fields that `constraints` reads; `weights` (optional), where 0
     leaves a token out of the gradient.
@@ -93,4 +150,4 @@ class LogicalConsistency:
             for index, datum in enumerate(data)
         ]
         metrics = {kind: float(verdicts.count(kind)) for kind in ("sat", "unsat", "unknown")}
-        return [float(getattr(self, each)) for each in verdicts], metrics
+        return [float(getattr(self, answer)) for answer in verdicts], metrics

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from steelyard.composition import PerDatum
+from steelyard.composition.per_datum import PerDatum
 from steelyard.errors import InputError
-from steelyard.gradients import LogProbs
+from steelyard.gradients.layout import LogProbs
 from steelyard.regularizers import _options
 from steelyard.regularizers._tokens import (
     DatumRow,
@@ -106,6 +106,8 @@ class ChosenNLL:
 
     The gradient is exact.
 
+    Usual weights: 0.1 to 1, beside `DPO`.
+
     Reads from each datum: `weights` (optional), where 0 leaves a token out; `pair`, if that is
     a field.
 
@@ -154,6 +156,8 @@ class SquaredLogRatio:
     `mean (log p - log r)²` over the tokens of all data: twice the k2 of `KLToReference`.
 
     The gradient is exact.
+
+    Usual weights: 0.001, beside `DPO`.
 
     Reads from each datum: the reference, of the shape of its log-probs `[T]`; `weights`
     (optional), where 0 leaves a token out.

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
+from array_api_compat import torch as xp
 from torch import Tensor
 
 from steelyard import penalties
-from steelyard.composition import PerDatum
+from steelyard.composition.per_datum import PerDatum
 from steelyard.errors import InputError
-from steelyard.gradients import LogProbs, were_sampled
+from steelyard.gradients.datum_fields import were_sampled
+from steelyard.gradients.layout import LogProbs
+from steelyard.penalties.divergences import MAX_LOG_RATIO, js_rows, kl_rows
 from steelyard.regularizers import _options
-from steelyard.regularizers._class_rows import js_rows, kl_rows
 from steelyard.regularizers._estimators import (
+    REFERENCE_OF,
     datum_ratios,
     importance_ratios,
     js_tokens,
+    kl_to_base,
     kl_tokens,
     require_samples,
     reward_to_go,
     sampled_js,
     sampled_kl,
+    vocabulary_input,
     with_gradient_of,
     with_tail,
 )
@@ -38,17 +43,12 @@ from steelyard.regularizers._tokens import (
 )
 
 REFERENCE = "reference_logprobs"
-SAME_MODEL = (
-    "its reference is the model itself, or the model has not been trained: its gradient is 0, and "
-    "it holds nothing. Log-probs of the policy, such as the field 'logprobs' of answers that are "
-    "sampled anew at each step, are no reference: use those of a model that stays as it is, for "
-    "example by a sampling client of the base model"
-)
+SAME_MODEL = "its reference is the model itself"
 
 
 @dataclass(frozen=True)
 class _Estimate:
-    """Which summands of `kl_tokens` are the value, which are differentiated, and the metrics.
+    """Choice of the summands of `kl_tokens` that are the value and that are differentiated.
 
     Attributes:
         value: name of the summands whose mean is the value.
@@ -86,10 +86,14 @@ class KLToReference:
       on the log-ratio of the data's tokens**, and its metrics are `log_ratio`, the mean of δ, and
       `half_squared_log_ratio`. It pulls each log-prob to the reference's, and is a brake on the
       task: a mean of at most b allows the loss of these tokens to fall by at most √(2b).
+    * **fixed data of the term's own** (`data=` of its spec), where the client runs the base model
+      beside the trained one, as the engine does: the KL over the whole vocabulary, as `"exact"`.
     * with `importance`: w·k3, see below.
 
     The other estimators, wherever the tokens come from:
 
+    * `"exact"`: KL(p‖r) of the distributions over the whole vocabulary, with the base model as the
+      reference, at each token that counts. It needs the engine; **the gradient is exact**.
     * `"k1"` = δ. The expectation of the value is KL(p‖r), but the gradient with respect to log p
       is 1 whatever r is: zero in expectation on policy. It measures, and a term that is trained on
       it is refused, unless with `level="sequence"` or `importance`.
@@ -114,15 +118,19 @@ class KLToReference:
 
     A bound (`at_most`) is on the value.
 
+    Usual weights: 0.01 to 0.1, on sampled answers beside a mean per token; or `at_most=0.1`.
+
     Reads from each datum: the reference, of the shape of its log-probs; `weights` (optional),
     where 0 leaves a token out; `logprobs` (optional), see above; `importance`, if that is a field.
 
     Args:
         reference: the field of `loss_fn_inputs` with the reference's log-probs, or a function
             `(datum, index)` that gives them.
-        estimator: `"auto"`, `"k1"`, `"k2"` or `"k3"`, for `[T]`.
-        direction: for `[T, K]`: `"forward"` is KL(p‖r), `"reverse"` KL(r‖p), `"symmetric"`
-            their mean.
+        estimator: `"auto"`, `"exact"`, `"k1"`, `"k2"` or `"k3"`, for `[T]`. `"exact"` is the KL to
+            the base model over the whole vocabulary, which the engine computes; `"auto"` is that
+            too for a term with data of its own, where the client runs the base model.
+        direction: for `[T, K]` and the exact KL: `"forward"` is KL(p‖r), `"reverse"` KL(r‖p),
+            `"symmetric"` their mean.
         level: `"token"`, or `"sequence"`, for `[T]` with `"auto"`, `"k1"` or `"k2"`, which says
             that the tokens were sampled from the model: the value is that of the estimator, for
             `"auto"` k3, and the gradient of token t is the sum of δ over it and the tokens after it
@@ -147,7 +155,7 @@ class KLToReference:
     """
 
     reference: Source = REFERENCE
-    estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
+    estimator: Literal["auto", "exact", "k1", "k2", "k3"] = "auto"
     direction: Literal["forward", "reverse", "symmetric"] = "forward"
     level: Literal["token", "sequence"] = "token"
     importance: Source | None = None
@@ -156,13 +164,23 @@ class KLToReference:
 
     def __post_init__(self) -> None:
         _options.resolve_source(self, "reference")
-        _options.one_of("estimator", self.estimator, ("auto", "k1", "k2", "k3"), self.name)
+        _options.one_of("estimator", self.estimator, ("auto", "exact", "k1", "k2", "k3"), self.name)
         directions = ("forward", "reverse", "symmetric")
         _options.one_of("direction", self.direction, directions, self.name)
         _options.one_of("level", self.level, ("token", "sequence"), self.name)
-        fits = self.level == "token" or self.estimator != "k3"
-        _options.require(fits, "level", "'token' with estimator='k3'", self.level, self.name)
+        fits = self.level == "token" or self.estimator not in ("exact", "k3")
+        rule = f"'token' with estimator={self.estimator!r}"
+        _options.require(fits, "level", rule, self.level, self.name)
         _options.resolve_source(self, "importance", optional=True)
+        if self.estimator == "exact":
+            rule = "left out with estimator='exact', which reads whole distributions"
+            _options.require(
+                self.importance is None, "importance", rule, self.importance, self.name
+            )
+            rule = f"{REFERENCE!r} with estimator='exact', whose reference is the base model"
+            _options.require(
+                self.reference == REFERENCE, "reference", rule, self.reference, self.name
+            )
 
     @property
     def measures_only(self) -> str:
@@ -174,23 +192,53 @@ class KLToReference:
             "estimator='auto', or level='sequence', or read the metric k1"
         )
 
-    def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]] | Any:
+    def needs_for(self, data: Any, gives: Collection[str], *, own: bool = False) -> tuple[str, ...]:
+        """Need the whole vocabulary, of the policy and of the base model: see `ChoosesNeeds`."""
+        is_token_estimate = self.importance is not None or self.level == "sequence"
+        by_default = self.estimator == "auto" and own and not is_token_estimate
+        if self.estimator != "exact" and not (by_default and self.reference == REFERENCE):
+            return ()
+        policy = vocabulary_input(data, gives)
+        if policy is None or REFERENCE_OF[policy] not in gives:
+            return ()
+        return (policy, REFERENCE_OF[policy])
+
+    def compute(
+        self, data: Any, logprobs: LogProbs, **whole: Any
+    ) -> tuple[Tensor, dict[str, float]] | Any:
         """Compute the penalty of a batch; for `[T]` with the metrics `k1`, `k2` and `k3`.
 
         On fixed data with `log_ratio` and `half_squared_log_ratio` instead, and with `importance`
-        also the mean `ratio` of the tokens.
+        also the mean `ratio` of the tokens. The exact KL has no metrics.
+
+        Args:
+            data: of the batch.
+            logprobs: of its tokens.
+            whole: `logits` and `reference_logits`, `[T, V]` for each datum, or `projection` and
+                `reference_projection`; then the KL is exact.
+
+        Raises:
+            InputError: the KL is to be exact, and these are not given.
         """
         rows = counted_rows(data, logprobs, classes=True)
         if not rows:
             return None
+        if whole:
+            return kl_to_base(rows, whole, self.direction), {}
+        if self.estimator == "exact":
+            raise InputError(
+                "estimator='exact' takes the distributions of the model and of the base model, "
+                "which steelyard.engine computes, and the client does not: train there, or use "
+                "estimator='auto'."
+            )
         if rows[0].logprobs.dim() == 1:
             return self._from_samples(rows, self._estimate(data))
         require_samples(self.level, self.importance)
-        each = [
+        divergences = [
             penalties.kl_divergence(p, r, direction=self.direction, reduction="none")
             for p, r in _distributions(rows, self.reference)
         ]
-        return mean(torch.cat(each)), {}
+        return mean(torch.cat(divergences)), {}
 
     def _estimate(self, data: Any) -> _Estimate:
         """Estimate for these data."""
@@ -217,8 +265,8 @@ class KLToReference:
         value, surrogate = means[estimate.value], means[estimate.gradient]
         if self.level == "sequence":
             costs = own - reference if ratios is None else ratios * (own - reference)
-            per_datum = torch.split(costs, [row.kept.shape[0] for row in rows])
-            rewards = torch.cat([reward_to_go(each) for each in per_datum])
+            by_datum = torch.split(costs, [row.kept.shape[0] for row in rows])
+            rewards = torch.cat([reward_to_go(datum_costs) for datum_costs in by_datum])
             surrogate = mean(rewards * own)
         if surrogate is not value:
             value = with_gradient_of(surrogate, value=value)
@@ -253,7 +301,9 @@ class KLToReference:
         )
 
     def _row_values(self, logprobs: Tensor, reference: Tensor) -> Tensor:
-        return kl_rows(with_tail(logprobs), with_tail(reference), self.direction)
+        p, r = with_tail(logprobs), with_tail(reference)
+        rows: Tensor = kl_rows(xp, p, r, self.direction, -1, MAX_LOG_RATIO)
+        return rows
 
     def _token_values(
         self, key: str, logprobs: Tensor, reference: Tensor, sampled: Tensor | None = None
@@ -325,16 +375,20 @@ class JSToReference:
             return None
         if rows[0].logprobs.dim() == 1:
             return sampled_js(*_tokens_and_reference(rows, self.reference))
-        distributions = _distributions(rows, self.reference)
-        each = [penalties.js_divergence(p, r, reduction="none") for p, r in distributions]
-        return mean(torch.cat(each))
+        divergences = [
+            penalties.js_divergence(p, r, reduction="none")
+            for p, r in _distributions(rows, self.reference)
+        ]
+        return mean(torch.cat(divergences))
 
     def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:  # noqa: ARG002 - all from fields
         """Form per datum: see `Separable`."""
         fields = {"reference": self.reference}
         if rank_of(shapes) > 1:
             return PerDatum(
-                lambda logprobs, reference: js_rows(with_tail(logprobs), with_tail(reference)),
+                lambda logprobs, reference: js_rows(
+                    xp, with_tail(logprobs), with_tail(reference), -1
+                ),
                 fields,
             )
         return PerDatum(
@@ -390,9 +444,8 @@ class Consistency:
     def compute(self, data: Any, logprobs: LogProbs) -> Tensor | Any:
         """Compute the penalty of a batch."""
         rows = counted_rows(data, logprobs, classes=self.metric in ("kl", "js"))
-        each = [self._disagreement(a, b) for a, b in batch_pairs(rows, self.pair)]
-        values = torch.cat(each) if each else torch.empty(0)
-        return values.mean() if len(values) else None
+        values = [self._disagreement(a, b) for a, b in batch_pairs(rows, self.pair)]
+        return torch.cat(values).mean() if sum(map(len, values)) else None
 
     def _disagreement(self, first: DatumRow, second: DatumRow) -> Tensor:
         """Disagreement of each token of a pair, `[T]`, or of the two means, `[1]`."""
@@ -411,14 +464,14 @@ class Consistency:
                 f"metric must be 'mse' or 'l1' for log-probs [T], which are no distributions, "
                 f"got {self.metric!r}: use [T, K] targets."
             )
-        each: Tensor
+        if self.metric in ("kl", "js"):
+            a, b = with_tail(a), with_tail(b)
+        values: Tensor
         if self.metric == "js":
-            each = penalties.js_divergence(with_tail(a), with_tail(b), reduction="none")
-        elif self.metric == "kl":
-            each = penalties.consistency(with_tail(a), with_tail(b), metric="kl", reduction="none")
+            values = penalties.js_divergence(a, b, reduction="none")
         else:
-            each = penalties.consistency(a, b, metric=self.metric, reduction="none")
-        return each
+            values = penalties.consistency(a, b, metric=self.metric, reduction="none")
+        return values
 
 
 def _tokens_and_reference(rows: list[DatumRow], reference: Source) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from steelyard import penalties
-from steelyard.composition import PerDatum
+from steelyard.composition.per_datum import PerDatum
 from steelyard.errors import InputError
-from steelyard.gradients import LogProbs
+from steelyard.gradients.layout import LogProbs
 from steelyard.regularizers import _options
 from steelyard.regularizers._tokens import counted_rows
 
@@ -21,7 +21,32 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class L1:
+class _Magnitude:
+    """Base of the penalties on the magnitude of log-probs, or of probabilities."""
+
+    of: Of = "logprobs"
+    reduction: Reduction = "mean"
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        _options.one_of("of", self.of, ("logprobs", "probs"), self.name)
+        _options.one_of("reduction", self.reduction, ("mean", "sum"), self.name)
+
+    def _token_values(self, logprobs: Tensor) -> Tensor:
+        """Penalty of each token of a datum."""
+        raise NotImplementedError
+
+    def _numbers(self, logprobs: Tensor) -> Tensor:
+        return logprobs.exp() if self.of == "probs" else logprobs
+
+    def _all_numbers(self, data: Any, logprobs: LogProbs) -> Tensor | None:
+        """Numbers of all tokens of a batch that count, flattened; None if there are none."""
+        rows = counted_rows(data, logprobs, classes=True)
+        return self._numbers(torch.cat([row.kept.reshape(-1) for row in rows])) if rows else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class L1(_Magnitude):
     """Mean absolute value of log-probs, or of probabilities.
 
     `R(|x|)` with x = log p, or p with `of="probs"`; R is the mean or the sum over all tokens
@@ -47,16 +72,11 @@ class L1:
         (tensor(2.), {'l1_total': 4.0, 'l1_mean': 2.0})
     """
 
-    of: Of = "logprobs"
-    reduction: Reduction = "mean"
     name: ClassVar[str] = "l1"
-
-    def __post_init__(self) -> None:
-        _check(self.of, self.reduction, self.name)
 
     def compute(self, data: Any, logprobs: LogProbs) -> tuple[Tensor, dict[str, float]] | Any:
         """Compute the penalty of a batch; its sum `l1_total` and its mean `l1_mean`."""
-        x = _values(data, logprobs, self.of)
+        x = self._all_numbers(data, logprobs)
         if x is None:
             return None
         value: Tensor = penalties.l1(x, reduction=self.reduction)
@@ -66,19 +86,19 @@ class L1:
 
     def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:  # noqa: ARG002 - no fields
         """Form per datum: see `Separable`."""
-        values = self._each
+        values = self._token_values
         return PerDatum(
             values,
             reduction=self.reduction,
             metrics={"l1_total": (values, "sum"), "l1_mean": (values, "mean")},
         )
 
-    def _each(self, logprobs: Tensor) -> Tensor:
-        return _of(logprobs, self.of).abs()
+    def _token_values(self, logprobs: Tensor) -> Tensor:
+        return self._numbers(logprobs).abs()
 
 
 @dataclass(frozen=True, kw_only=True)
-class L2:
+class L2(_Magnitude):
     """Mean square of log-probs, or of probabilities.
 
     `R(clamp(x - c, ±clip)²)` with x = log p, or p with `of="probs"`; R is the mean or the sum
@@ -104,14 +124,12 @@ class L2:
         tensor(1.)
     """
 
-    of: Of = "logprobs"
-    reduction: Reduction = "mean"
     clip: float | None = None
     center: Literal["mean"] | float | None = None
     name: ClassVar[str] = "l2"
 
     def __post_init__(self) -> None:
-        _check(self.of, self.reduction, self.name)
+        super().__post_init__()
         if self.clip is not None:
             _options.positive("clip", self.clip, self.name)
         if self.center is not None and self.center != "mean":
@@ -119,7 +137,7 @@ class L2:
 
     def compute(self, data: Any, logprobs: LogProbs) -> Tensor | Any:
         """Compute the penalty of a batch."""
-        x = _values(data, logprobs, self.of)
+        x = self._all_numbers(data, logprobs)
         if x is None:
             return None
         value: Tensor = penalties.l2(
@@ -131,17 +149,17 @@ class L2:
         """Form per datum, unless the centre is the mean of the batch: see `Separable`."""
         if self.center == "mean":
             raise InputError("center='mean' is the mean over the tokens of all data.")
-        return PerDatum(self._each, reduction=self.reduction)
+        return PerDatum(self._token_values, reduction=self.reduction)
 
-    def _each(self, logprobs: Tensor) -> Tensor:
-        x = _of(logprobs, self.of)
+    def _token_values(self, logprobs: Tensor) -> Tensor:
+        x = self._numbers(logprobs)
         if isinstance(self.center, float | int):
             x = x - self.center
         return (x if self.clip is None else x.clamp(-self.clip, self.clip)).square()
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElasticNet:
+class ElasticNet(_Magnitude):
     """Mixture of `L1` and `L2` of log-probs, or of probabilities.
 
     `r · R(|x|) + (1 - r) · R(x²)` with r the `l1_ratio`, x = log p, or p with `of="probs"`; R
@@ -165,17 +183,15 @@ class ElasticNet:
     """
 
     l1_ratio: float = 0.5
-    of: Of = "logprobs"
-    reduction: Reduction = "mean"
     name: ClassVar[str] = "elastic_net"
 
     def __post_init__(self) -> None:
-        _check(self.of, self.reduction, self.name)
+        super().__post_init__()
         _options.fraction("l1_ratio", self.l1_ratio, self.name)
 
     def compute(self, data: Any, logprobs: LogProbs) -> Tensor | Any:
         """Compute the penalty of a batch."""
-        x = _values(data, logprobs, self.of)
+        x = self._all_numbers(data, logprobs)
         if x is None:
             return None
         value: Tensor = penalties.elastic_net(x, reduction=self.reduction, l1_ratio=self.l1_ratio)
@@ -183,23 +199,8 @@ class ElasticNet:
 
     def per_datum(self, data: Sequence[Any], shapes: Sequence[torch.Size]) -> PerDatum:  # noqa: ARG002 - no fields
         """Form per datum: see `Separable`."""
-        return PerDatum(self._each, reduction=self.reduction)
+        return PerDatum(self._token_values, reduction=self.reduction)
 
-    def _each(self, logprobs: Tensor) -> Tensor:
-        x, ratio = _of(logprobs, self.of), self.l1_ratio
+    def _token_values(self, logprobs: Tensor) -> Tensor:
+        x, ratio = self._numbers(logprobs), self.l1_ratio
         return ratio * x.abs() + (1 - ratio) * x.square()
-
-
-def _check(of: str, reduction: str, name: str) -> None:
-    _options.one_of("of", of, ("logprobs", "probs"), name)
-    _options.one_of("reduction", reduction, ("mean", "sum"), name)
-
-
-def _values(data: Any, logprobs: LogProbs, of: Of) -> Tensor | None:
-    """All unmasked log-probs, or probabilities, of a batch, flattened; None if it has none."""
-    rows = counted_rows(data, logprobs, classes=True)
-    return _of(torch.cat([row.kept.reshape(-1) for row in rows]), of) if rows else None
-
-
-def _of(logprobs: Tensor, of: Of) -> Tensor:
-    return logprobs.exp() if of == "probs" else logprobs

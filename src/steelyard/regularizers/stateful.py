@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Awaitable, Collection, Mapping, Sequence
-from inspect import isawaitable
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from steelyard.errors import StateError
-from steelyard.gradients import LogProbs
+from steelyard.gradients.layout import LogProbs
 from steelyard.regularizers import _options
 from steelyard.regularizers._tokens import DatumRow, counted_rows
-from steelyard.regularizers._wrapped import build_wrapped
-from steelyard.spec import ChoosesNeeds, Stateful, entry_point, is_async, is_finite, measurement
+from steelyard.regularizers._wrapped import Wrapper, build_wrapped, then
+from steelyard.spec.checks import is_finite
+from steelyard.spec.protocol import ChoosesNeeds, Stateful, entry_point
 
 
 class EMADrift:
@@ -110,7 +109,7 @@ class EMADrift:
         self._average = average
 
 
-class Adaptive:
+class Adaptive(Wrapper):
     """Scale a regularizer to keep its value at a target, as in adaptive KL control.
 
     The loss is `λ · value` with the current multiplier λ. After each batch a proportional
@@ -171,8 +170,8 @@ class Adaptive:
         maximum: float = 1e4,
     ) -> None:
         self.name = "adaptive"
-        self._inner, self._options = build_wrapped(regularizer, self.name)
-        self.name = f"adaptive_{getattr(self._inner, 'name', 'term')}"
+        self.regularizer, self.call_options = build_wrapped(regularizer, self.name)
+        self.name = f"adaptive_{getattr(self.regularizer, 'name', 'term')}"
         self.target = _options.number("target", target, self.name)
         _options.require(self.target != 0, "target", "a number other than 0", target, self.name)
         self.rate = _options.positive("rate", rate, self.name)
@@ -187,53 +186,24 @@ class Adaptive:
         _options.require(inside, "initial", rule, initial, self.name)
 
     def __repr__(self) -> str:
-        return f"Adaptive(regularizer={self._inner!r}, target={self.target})"
-
-    @property
-    def regularizer(self) -> Any:
-        """The wrapped regularizer."""
-        return self._inner
-
-    @property
-    def gradient(self) -> str:
-        """Gradient method of the wrapped regularizer."""
-        return str(getattr(self._inner, "gradient", "auto"))
-
-    @property
-    def measures_only(self) -> str:
-        """Why the wrapped regularizer must not be trained on; empty if it may."""
-        return str(getattr(self._inner, "measures_only", ""))
-
-    @property
-    def zero_means(self) -> str:
-        """What it says of the wrapped regularizer that its value stays 0."""
-        return str(getattr(self._inner, "zero_means", ""))
+        return f"Adaptive(regularizer={self.regularizer!r}, target={self.target})"
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Extra inputs of the wrapped regularizer, such as `"logits"`."""
-        needs: tuple[str, ...] = getattr(self._inner, "needs", ())
+        needs: tuple[str, ...] = getattr(self.regularizer, "needs", ())
         return needs
 
-    def needs_for(self, data: Any, gives: Collection[str]) -> tuple[str, ...]:
+    def needs_for(self, data: Any, gives: Collection[str], *, own: bool = False) -> tuple[str, ...]:
         """Extra inputs that the wrapped regularizer reads with these data."""
-        inner = self._inner
-        return inner.needs_for(data, gives) if isinstance(inner, ChoosesNeeds) else ()
-
-    @property
-    def compute(self) -> Any:
-        """Function that computes the scaled penalty; async if the wrapped regularizer is."""
-        return self._acompute if is_async(self._inner) else self._compute
-
-    @property
-    def measure(self) -> Any:
-        """Function that measures the wrapped regularizer on held-out data, without λ."""
-        return functools.partial(measurement(self._inner), **self._options)
+        wrapped = self.regularizer
+        return wrapped.needs_for(data, gives, own=own) if isinstance(wrapped, ChoosesNeeds) else ()
 
     def state_dict(self) -> dict[str, Any]:
         """State to save: the multiplier, and the state of the wrapped regularizer."""
-        inner = self._inner.state_dict() if isinstance(self._inner, Stateful) else None
-        return {"multiplier": self.multiplier, "regularizer": inner}
+        wrapped = self.regularizer
+        state = wrapped.state_dict() if isinstance(wrapped, Stateful) else None
+        return {"multiplier": self.multiplier, "regularizer": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
@@ -242,25 +212,22 @@ class Adaptive:
             StateError: it has other keys or values out of range.
         """
         state = _check_keys(state, {"multiplier", "regularizer"}, self.name)
-        multiplier, inner = state["multiplier"], state["regularizer"]
+        multiplier = state["multiplier"]
         if not is_finite(multiplier) or not self.minimum <= multiplier <= self.maximum:
             raise StateError(
                 f"multiplier must be a number between {self.minimum:g} and {self.maximum:g}, got "
                 f"{multiplier!r} (regularizer {self.name!r})."
             )
-        if isinstance(self._inner, Stateful):
-            self._inner.load_state_dict(inner)
+        if isinstance(self.regularizer, Stateful):
+            self.regularizer.load_state_dict(state["regularizer"])
         self.multiplier = float(multiplier)
 
     def _compute(self, data: Any, logprobs: LogProbs, **options: Any) -> Any:
-        returned = entry_point(self._inner)(data, logprobs, **self._options, **options)
-        return self._ascaled(returned) if isawaitable(returned) else self._scaled(returned)
+        fn = entry_point(self.regularizer)
+        return then(fn(data, logprobs, **self.call_options, **options), self._scaled)
 
     async def _acompute(self, data: Any, logprobs: LogProbs, **options: Any) -> Any:
         return await self._compute(data, logprobs, **options)
-
-    async def _ascaled(self, returned: Awaitable[Any]) -> Any:
-        return self._scaled(await returned)
 
     def _scaled(self, returned: Any) -> tuple[Any, dict[str, float]]:
         loss, metrics = returned if isinstance(returned, tuple) else (returned, {})

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from steelyard._extras import require
 from steelyard.errors import InputError
-from steelyard.gradients import LogProbs, as_tensor
+from steelyard.gradients.datum_fields import as_tensor
+from steelyard.gradients.layout import LogProbs
 from steelyard.regularizers import _options
 from steelyard.regularizers._tokens import DatumRow, counted_rows
-from steelyard.spec import title
+from steelyard.spec.error_messages import title
 
 MAX_DIMENSION = 2
 
@@ -81,14 +82,14 @@ class TopologicalConsistency:
     def __post_init__(self) -> None:
         name = self.name
         object.__setattr__(self, "points", _options.function("points", self.points, name))
-        given = self.dimensions
-        several = isinstance(given, Sequence) and not isinstance(given, str)
-        dimensions = tuple(given) if several else (given,)  # type: ignore[arg-type]  # several
+        chosen = self.dimensions
+        several = isinstance(chosen, Sequence) and not isinstance(chosen, str)
+        dimensions = tuple(chosen) if several else (chosen,)  # type: ignore[arg-type]  # several
         known = bool(dimensions) and all(
             isinstance(d, int) and not isinstance(d, bool) and 0 <= d <= MAX_DIMENSION
             for d in dimensions
         )
-        _options.require(known, "dimensions", "among 0, 1 and 2", given, name)
+        _options.require(known, "dimensions", "among 0, 1 and 2", chosen, name)
         object.__setattr__(self, "dimensions", tuple(sorted(set(dimensions))))
         _options.at_least("power", self.power, 1, name)
         if self.max_edge != math.inf:
@@ -125,8 +126,8 @@ class TopologicalConsistency:
         penalties = torch.stack(totals)
         return penalties.mean() if self.differentiable else penalties, metrics
 
-    def _check_points(self, given: Any, row: DatumRow) -> Tensor:
-        points, index = as_tensor(given), row.index
+    def _check_points(self, returned: Any, row: DatumRow) -> Tensor:
+        points, index = as_tensor(returned), row.index
         if points.dim() != 2 or not points.is_floating_point():  # noqa: PLR2004 - [N, D]
             raise InputError(
                 f"the points of datum {index} must be floating-point numbers of the shape [N, D], "
@@ -163,14 +164,13 @@ class _PersistenceDiagram:
         distances = torch.cdist(cloud, cloud, compute_mode="donot_use_mm_for_euclid_dist")
         self._distances = distances.numpy()
         self._dimensions = dimensions
-        top = max(dimensions)
-        self._highest = top
+        self._highest = max(dimensions)
         tree = gudhi.SimplexTree.create_from_array(self._distances, max_filtration=max_edge)
         # Bars of dimension k die by simplices of dimension k + 1.
-        tree.expansion(top + 1)
+        tree.expansion(self._highest + 1)
         # By default GUDHI omits bars of the highest dimension of the complex, since they cannot die
         # in it. If that dimension is one of ours (few points, short edges), they must count.
-        tree.compute_persistence(persistence_dim_max=tree.dimension() <= top)
+        tree.compute_persistence(persistence_dim_max=tree.dimension() <= self._highest)
         self._tree = tree
 
     def lengths(self, points: Tensor) -> Tensor:
@@ -195,8 +195,10 @@ class _PersistenceDiagram:
         if scale is None:
             above = self._distances[np.triu_indices(len(self._distances), 1)]
             scale = float(np.median(above)) if len(above) else 0.0
-        bars = [self._tree.persistence_intervals_in_dimension(k) for k in range(self._highest + 1)]
-        return [int(sum(birth <= scale < death for birth, death in each)) for each in bars]
+        by_dimension = [
+            self._tree.persistence_intervals_in_dimension(k) for k in range(self._highest + 1)
+        ]
+        return [int(sum(birth <= scale < death for birth, death in bars)) for bars in by_dimension]
 
 
 def _distance(points: Tensor, first: Any, second: Any) -> Tensor:

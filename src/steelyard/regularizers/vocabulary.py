@@ -12,9 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from steelyard.composition.terms import Joint
 from steelyard.errors import InputError, SpecError
-from steelyard.gradients import Joint, LogProbs, as_tensor
+from steelyard.gradients.datum_fields import as_tensor
+from steelyard.gradients.layout import LogProbs
 from steelyard.penalties import from_logits
+from steelyard.penalties.from_logits.compose import ComposedLogits
+from steelyard.penalties.from_logits.fusion import LogitCall
 from steelyard.regularizers import _options
 from steelyard.regularizers._tokens import DatumRow, Source, counted_rows
 
@@ -36,6 +40,8 @@ class WholeVocabulary:
     model's distribution over its whole vocabulary, given by the logits z_t `[V]`. **The gradient
     is exact**, with respect to the logits (or to the projection that produces them). Several of
     these terms in one pipeline are fused, so that each logit is read once.
+
+    Usual weights: 1e-4 for `"z_loss"`, beside a mean per token.
 
     Needs: the logits of each datum, `[T, V]`, which the engine provides. With `of="projection"` it
     needs the hidden states and the output weight instead, and the logits are never materialised
@@ -100,8 +106,8 @@ class WholeVocabulary:
         if not rows:
             return None
         sums = [
-            self._sum(self._arrays(row, given), row.mask)
-            for row, given in _with_inputs(rows, needed[self.of])
+            self._sum(self._arrays(row, logits), row.mask)
+            for row, logits in _with_logits(rows, needed[self.of])
         ]
         return torch.stack(sums).sum() / _count(rows)
 
@@ -141,8 +147,8 @@ class WholeVocabulary:
             for i, (term, weight) in enumerate(zip(terms, weights, strict=True))
         ]
         composed = []
-        for row, given in _with_inputs(rows, needed[self.of]):
-            arrays = {name: x for term in terms for name, x in term._arrays(row, given).items()}  # noqa: SLF001
+        for row, logits in _with_logits(rows, needed[self.of]):
+            arrays = {name: x for term in terms for name, x in term._arrays(row, logits).items()}  # noqa: SLF001
             composed.append(
                 from_logits.compose_logits(
                     **arrays,
@@ -153,18 +159,18 @@ class WholeVocabulary:
                 )
             )
         values = [
-            torch.stack([each.values[str(i)] for each in composed]).sum() / count
+            torch.stack([datum.values[str(i)] for datum in composed]).sum() / count
             for i in range(len(terms))
         ]
-        total = torch.stack([each.total for each in composed]).sum()
+        total = torch.stack([datum.total for datum in composed]).sum()
         if not tracked:
             return Joint(values, total)
         return Joint(values, total, *_norms_and_cosines(composed, len(terms), count))
 
     @cached_property
-    def call(self) -> from_logits.LogitCall:
+    def call(self) -> LogitCall:
         """Call of `from_logits` that it makes for each datum, without the arrays."""
-        return from_logits.LogitCall(self.name, self._fn, {}, 1.0, self.options)
+        return LogitCall(self.name, self._fn, {}, 1.0, self.options)
 
     @property
     def _fn(self) -> Callable[..., Tensor]:
@@ -184,9 +190,9 @@ class WholeVocabulary:
         }
 
 
-def _with_inputs(rows: Sequence[DatumRow], given: Any) -> Iterator[tuple[DatumRow, Any]]:
-    items = given if isinstance(given, list | tuple) else [given]
-    return zip(rows, items, strict=True)
+def _with_logits(rows: Sequence[DatumRow], logits: Any) -> Iterator[tuple[DatumRow, Any]]:
+    """Pair the data with their logits or projections, of which a single one has no list."""
+    return zip(rows, logits if isinstance(logits, list | tuple) else [logits], strict=True)
 
 
 def _count(rows: Sequence[DatumRow]) -> int:
@@ -195,7 +201,7 @@ def _count(rows: Sequence[DatumRow]) -> int:
 
 
 def _norms_and_cosines(
-    composed: Sequence[from_logits.ComposedLogits], terms: int, count: int
+    composed: Sequence[ComposedLogits], terms: int, count: int
 ) -> tuple[list[float], dict[tuple[int, int], float]]:
     """Norm of each term's gradient over all data, and the cosine of each pair of terms.
 
@@ -205,11 +211,11 @@ def _norms_and_cosines(
     """
     squares = [0.0] * terms
     products = dict.fromkeys(combinations(range(terms), 2), 0.0)
-    for each in composed:
-        norms = [float(each.grad_norms[str(i)]) for i in range(terms)]
+    for datum in composed:
+        norms = [float(datum.grad_norms[str(i)]) for i in range(terms)]
         squares = [square + norm**2 for square, norm in zip(squares, norms, strict=True)]
         for i, j in products:
-            products[i, j] += float(each.cosines[str(i), str(j)]) * norms[i] * norms[j]
+            products[i, j] += float(datum.cosines[str(i), str(j)]) * norms[i] * norms[j]
     totals = [math.sqrt(square) for square in squares]
     cosines = {
         (i, j): product / (totals[i] * totals[j]) if totals[i] * totals[j] else 0.0

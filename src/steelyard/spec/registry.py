@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from steelyard.errors import MissingExtraError, RegistryError
-from steelyard.spec.built_in import BUILT_IN, PENALTIES, SHORT
-from steelyard.spec.callables import listed, rejects
-from steelyard.spec.messages import describe_with_place, did_you_mean, raised_at
+from steelyard.spec.error_messages import describe_with_place, did_you_mean, raised_at
+from steelyard.spec.protocol import listed, rejects
 
 T = TypeVar("T")
 
@@ -44,7 +43,7 @@ def register(name: str, *, factory: bool | None = None) -> Callable[[T], T]:
         >>> @steelyard.register("doc_length")
         ... def length(data, logprobs):
         ...     return sum(len(lp) for lp in logprobs)
-        >>> from steelyard.spec import lookup
+        >>> from steelyard.spec.registry import lookup
         >>> lookup("doc_length") is length
         True
     """
@@ -176,3 +175,49 @@ def _same_definition(a: Any, b: Any) -> bool:
         and getattr(a, "__module__", None) == getattr(b, "__module__", None)
         and a.__qualname__ == getattr(b, "__qualname__", None)
     )
+
+
+_CLASSES = {
+    "adaptive": "Adaptive",
+    "chosen_nll": "ChosenNLL",
+    "confidence_penalty": "ConfidencePenalty",
+    "consistency": "Consistency",
+    "demographic_parity": "DemographicParity",
+    "dpo": "DPO",
+    "elastic_net": "ElasticNet",
+    "ema_drift": "EMADrift",
+    "entropy": "Entropy",
+    "equalized_odds": "EqualizedOdds",
+    "external_validation": "ExternalValidation",
+    "js_to_reference": "JSToReference",
+    "kl_to_reference": "KLToReference",
+    "l1": "L1",
+    "l2": "L2",
+    "logical_consistency": "LogicalConsistency",
+    "masked_importance_sampling": "MaskedImportanceSampling",
+    "nll": "NLL",
+    "overlong_penalty": "OverlongPenalty",
+    "relative_length": "RelativeLength",
+    "squared_log_ratio": "SquaredLogRatio",
+    "topological_consistency": "TopologicalConsistency",
+    "truncated_importance_sampling": "TruncatedImportanceSampling",
+    "whole_vocabulary": "WholeVocabulary",
+}
+# The short names that penalties over arrays have.
+SHORT = {"js": "js_to_reference", "kl": "kl_to_reference"}
+_CLASSES |= {short: _CLASSES[name] for short, name in SHORT.items()}
+BUILT_IN = {name: f"steelyard.regularizers:{cls}" for name, cls in _CLASSES.items()}
+
+# In the order in which messages list them.
+_FUNCTIONS = {
+    "l1": "l1",
+    "l2": "l2",
+    "elastic_net": "elastic_net",
+    "kl": "kl_divergence",
+    "js": "js_divergence",
+    "entropy": "entropy",
+    "orthogonality": "orthogonality",
+    "consistency": "consistency",
+    "output_magnitude": "output_magnitude_penalty",
+}
+PENALTIES = {name: f"steelyard.penalties:{fn}" for name, fn in _FUNCTIONS.items()}

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from steelyard.errors import SpecError
-from steelyard.spec import callables, registry
-from steelyard.spec.built_in import SHORT
-from steelyard.spec.composed_loss import ComposedLoss, scaled
-from steelyard.spec.messages import title
-from steelyard.spec.numbers import is_finite, is_whole
-from steelyard.spec.placement import check_placement, split_placement
+from steelyard.spec import protocol, registry
+from steelyard.spec.checks import is_finite, is_whole
+from steelyard.spec.error_messages import title
 from steelyard.spec.protocol import ChoosesNeeds, Schedule, Stateful, TermFn
+from steelyard.spec.registry import SHORT
 from steelyard.spec.weights import (
     Bound,
     bound_at,
@@ -24,6 +22,9 @@ from steelyard.spec.weights import (
     check_weight,
     weight_at,
 )
+
+if TYPE_CHECKING:
+    pass
 
 RunIn: TypeAlias = Literal["auto", "inline", "thread", "process", "async", "ray"]
 Gradient: TypeAlias = Literal["auto", "autograd", "numerical", "score", "none"]
@@ -41,7 +42,9 @@ _CHOICES = {
 _NO_BASE = (
     "a sum of terms must begin with the base loss, a function of (data, logprobs), got {!r} + {!r}."
 )
-_NEEDS = ("logits", "projection", "hidden_states", "parameters")
+# Of the base model, without what is trained: constants, which no gradient reaches.
+REFERENCE_INPUTS = ("reference_logits", "reference_projection")
+_NEEDS = ("logits", "projection", "hidden_states", "parameters", *REFERENCE_INPUTS)
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,20 @@ class RegularizerSpec:
         on_error: `"raise"` fails the call, `"skip"` drops the term for that step.
         enabled: whether it runs at all.
         every: it runs on steps where `step % every == 0`.
-        options: keyword arguments for each call; with `run_in="ray"`, `num_cpus`, `num_gpus`,
-            `resources` and `runtime_env` are those of the Ray task instead.
+        options: keyword arguments for each call.
+        resources: of its task, with `run_in="ray"`: `num_cpus`, `num_gpus`, amounts of the
+            cluster's custom resources by their names, and a `runtime_env`.
         needs: extra inputs besides the log-probs: `"logits"`, `"projection"`,
-            `"hidden_states"`, `"parameters"`; if empty, the regularizer's own `needs`, or for one
-            with `needs_for` what that returns for the data of a call.
+            `"hidden_states"`, `"parameters"`, and `"reference_logits"` or `"reference_projection"`,
+            which are the base model's, without the adapter, and constants; if empty, the
+            regularizer's own `needs`, or for one with `needs_for` what that returns for the data
+            of a call.
         ranks: which processes of data-parallel training evaluate it: `"all"`, each on its own part
             of the batch, or `"one"`, the first one, offloaded, on the whole batch.
+        data: data of its own, which it reads instead of the batch: some of them run beside the
+            batch in each call, and count for this term alone. An item may be a list of data that
+            belong together, such as a pair.
+        per_step: how many items of `data` a call has; all, if there are no more.
 
     Raises:
         SpecError: a field breaks its rule.
@@ -104,8 +114,11 @@ class RegularizerSpec:
     enabled: bool = True
     every: int = 1
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    resources: Mapping[str, Any] = field(default_factory=dict, hash=False)
     needs: tuple[str, ...] = ()
     ranks: OnRanks = "all"
+    data: Sequence[Any] | None = field(default=None, hash=False, compare=False, repr=False)
+    per_step: int = 4
 
     def __post_init__(self) -> None:
         self._check_fn()
@@ -122,6 +135,7 @@ class RegularizerSpec:
         self._require(isinstance(self.anchor, bool), "anchor", "True or False")
         self._require(isinstance(self.enabled, bool), "enabled", "True or False")
         self._require(is_whole(self.every, at_least=1), "every", "a whole number >= 1")
+        self._check_data()
         self._check_options()
         self._check_run_in()
 
@@ -137,7 +151,7 @@ class RegularizerSpec:
 
     def __radd__(self, loss_fn: Any) -> ComposedLoss:
         """`loss_fn + spec`: the base loss with this term."""
-        if not callable(callables.entry_point(loss_fn)):
+        if not callable(protocol.entry_point(loss_fn)):
             raise SpecError(_NO_BASE.format(loss_fn, self.name))
         return ComposedLoss(loss_fn, (self,))
 
@@ -147,33 +161,34 @@ class RegularizerSpec:
     @cached_property
     def is_async(self) -> bool:
         """Whether calling `fn` returns a coroutine, also for callable objects and partials."""
-        return callables.is_async(self.fn)
+        return protocol.is_async(self.fn)
 
     @cached_property
     def call(self) -> TermFn:
         """The callable, `fn` or its `compute` method, without the options."""
-        return callables.entry_point(self.fn)
+        return protocol.entry_point(self.fn)
 
     @cached_property
-    def call_options(self) -> dict[str, Any]:
-        """The keyword arguments of each call: the options without those of a Ray task."""
-        return split_placement(self.run_in, self.options)[0]
+    def differentiated(self) -> tuple[str, ...]:
+        """The extra inputs that its gradient is with respect to: those that are trained."""
+        return tuple(need for need in self.needs if need not in REFERENCE_INPUTS)
 
     @cached_property
     def takes_generator(self) -> bool:
         """Whether it is given a random generator, as the keyword argument `generator`."""
-        given = {*self.call_options, *self.needs}
-        return "generator" not in given and callables.takes_generator(self.call)
-
-    @cached_property
-    def placement(self) -> dict[str, Any]:
-        """The options of its Ray task, such as `num_gpus`; empty if it runs elsewhere."""
-        return split_placement(self.run_in, self.options)[1]
+        keywords = {*self.options, *self.needs}
+        return "generator" not in keywords and protocol.takes_generator(self.call)
 
     @cached_property
     def stateful(self) -> Stateful | None:
         """`fn`, if it keeps state from batch to batch."""
         return self.fn if isinstance(self.fn, Stateful) else None
+
+    # Asked at every step, and asking a protocol takes as long as a small term.
+    @cached_property
+    def _chooses_needs(self) -> bool:
+        """Whether `fn` reads extra inputs with some data."""
+        return isinstance(self.fn, ChoosesNeeds)
 
     @property
     def is_bounded(self) -> bool:
@@ -186,8 +201,8 @@ class RegularizerSpec:
         Raises:
             SpecError: a schedule yields a negative or non-finite weight there.
         """
-        found: float = 0.0 if self.weight is None else weight_at(self.weight, step, self.name)
-        return found
+        weight: float = 0.0 if self.weight is None else weight_at(self.weight, step, self.name)
+        return weight
 
     def bound_at(self, step: int) -> Bound | None:
         """The bound at `step`; None for a term with a weight.
@@ -209,12 +224,12 @@ class RegularizerSpec:
         """The spec with the extra inputs that its regularizer reads with these data.
 
         Args:
-            data: of a call.
+            data: that it reads in a call.
             gives: names of the extra inputs that are available.
         """
-        if self.needs or not isinstance(self.fn, ChoosesNeeds):
+        if self.needs or not self._chooses_needs:
             return self
-        needs = self.fn.needs_for(data, gives)
+        needs = self.fn.needs_for(data, gives, own=self.data is not None)
         return replace(self, needs=needs) if needs else self
 
     def measuring(self) -> RegularizerSpec:
@@ -225,12 +240,13 @@ class RegularizerSpec:
         """
         # The value of "score" is the mean of one penalty per datum; any other term returns it.
         gradient: Gradient = "score" if self.gradient == "score" else "none"
-        fn = callables.measurement(self.fn)
+        fn = protocol.measurement(self.fn)
         # Of `compute` and `measure`, one may be async and the other not.
-        run_in = self.run_in if callables.is_async(fn) == self.is_async else "auto"
+        fits = protocol.is_async(fn) == self.is_async
         return replace(
-            self, fn=fn, weight=0.0, at_most=None, at_least=None, scale=None, run_in=run_in,
-            gradient=gradient, enabled=True, every=1, on_error="skip",
+            self, fn=fn, weight=0.0, at_most=None, at_least=None, scale=None, gradient=gradient,
+            run_in=self.run_in if fits else "auto", resources=self.resources if fits else {},
+            enabled=True, every=1, on_error="skip",
         )  # fmt: skip
 
     @classmethod
@@ -250,15 +266,13 @@ class RegularizerSpec:
         values = dict(fields_)
         if isinstance(values["fn"], str):
             name = values["fn"]
-            given = values.get("options") or {}
-            if not isinstance(given, Mapping):
+            options = values.get("options") or {}
+            if not isinstance(options, Mapping):
                 raise SpecError(
-                    f"options must be a mapping with string keys, got {given!r} "
+                    f"options must be a mapping with string keys, got {options!r} "
                     f"(regularizer {values.get('name') or name!r})."
                 )
-            options, placement = split_placement(values.get("run_in", ""), given)
-            values["fn"], left = registry.build(name, options)
-            values["options"] = {**left, **placement}
+            values["fn"], values["options"] = registry.build(name, options)
             own = name if name in SHORT else _name_of(values["fn"], "")
             if values.get("name") in (None, ""):
                 values["name"] = own or name
@@ -344,6 +358,23 @@ class RegularizerSpec:
                 f"needs={self.needs!r}: use 'auto', 'score' or 'none' (regularizer {self.name!r})."
             )
 
+    def _check_data(self) -> None:
+        self._require(is_whole(self.per_step, at_least=1), "per_step", "a whole number >= 1")
+        if self.data is None:
+            return
+        if isinstance(self.data, str):
+            raise SpecError(
+                f"data must be a list of data, got {self.data!r}: config files take a path, and "
+                f"read it (regularizer {self.name!r})."
+            )
+        listed = isinstance(self.data, Sequence) and len(self.data) > 0
+        self._require(listed, "data", "a list of at least one datum")
+        if self.ranks == "one":
+            raise SpecError(
+                f"data of its own cannot go with ranks='one', which gathers the batch: leave ranks "
+                f"out, and each process draws its own (regularizer {self.name!r})."
+            )
+
     def _check_options(self) -> None:
         self._require(
             isinstance(self.options, Mapping) and all(isinstance(key, str) for key in self.options),
@@ -351,15 +382,14 @@ class RegularizerSpec:
             "a mapping with string keys",
         )
         self._settle("options", dict(self.options))
-        check_placement(self.placement, title(self.name))
-        twice = [need for need in self.needs if need in self.call_options]
+        twice = [need for need in self.needs if need in self.options]
         if twice:
             raise SpecError(
                 f"options must not hold what the term needs, which is passed by the same keyword, "
                 f"got {twice} in both (regularizer {self.name!r})."
             )
-        keywords = [*self.call_options, *self.needs, *["generator"] * self.takes_generator]
-        why = callables.rejects(self.call, keywords)
+        keywords = [*self.options, *self.needs, *["generator"] * self.takes_generator]
+        why = protocol.rejects(self.call, keywords)
         if why is not None:
             raise SpecError(
                 f"fn must accept (data, logprobs) and the keywords {keywords}: {why}"
@@ -368,14 +398,16 @@ class RegularizerSpec:
 
     def _suggest_needs(self, keywords: Sequence[str]) -> str:
         """The cure for parameters named after extra inputs that the term does not ask for."""
-        options = callables.options_of(self.call)
+        options = protocol.options_of(self.call)
         needs = tuple(need for need in _NEEDS if need in options and need not in keywords)
         if not needs:
             return ""
-        return f"; {callables.listed(needs)} is an extra input: ask for it with needs={needs!r}"
+        return f"; {protocol.listed(needs)} is an extra input: ask for it with needs={needs!r}"
 
     def _check_run_in(self) -> None:
         check_run_in(self.run_in, self.fn, self.timeout, title(self.name))
+        check_resources(self.resources, self.run_in, title(self.name))
+        self._settle("resources", dict(self.resources))
         if self.ranks == "one" and self.run_in == "inline":
             raise SpecError(
                 f"ranks='one' gathers the inputs of a term and cannot go with run_in='inline', "
@@ -426,7 +458,7 @@ def check_run_in(run_in: str, fn: Any, timeout: float | None, where: str) -> Non
     Raises:
         SpecError: it cannot.
     """
-    is_async = callables.is_async(fn)
+    is_async = protocol.is_async(fn)
     if run_in == "inline" and timeout is not None:
         raise SpecError(
             f"timeout cannot go with run_in='inline': an inline call cannot be stopped; "
@@ -460,3 +492,118 @@ def _name_of(fn: object, name: str | None) -> str:
         return name
     own: str | Callable[[], str] = getattr(fn, "name", "")
     return own() if callable(own) else own
+
+
+@dataclass(frozen=True)
+class ComposedLoss:
+    """A base loss and its regularizers; accepted wherever a base loss is.
+
+    `nll + 0.1 * kl + 0.2 * l2` builds it, with specs `kl` and `l2`.
+
+    Attributes:
+        loss_fn: the base loss.
+        regularizers: the specs, in the order of the sum.
+
+    Example:
+        >>> from steelyard import RegularizerSpec
+        >>> def nll(data, logprobs):
+        ...     return -logprobs[0].sum()
+        >>> l2 = RegularizerSpec(lambda data, logprobs: logprobs[0].square().sum(), 1.0, "l2")
+        >>> total = nll + 0.1 * l2
+        >>> total.loss_fn is nll, [(spec.name, spec.weight) for spec in total.regularizers]
+        (True, [('l2', 0.1)])
+    """
+
+    loss_fn: Any
+    regularizers: tuple[RegularizerSpec, ...]
+
+    def __add__(self, spec: RegularizerSpec) -> ComposedLoss:
+        # Not `isinstance`: the class of specs imports this module.
+        if not isinstance(getattr(spec, "name", None), str) or not hasattr(spec, "weight_at"):
+            return NotImplemented
+        return replace(self, regularizers=(*self.regularizers, spec))
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """A schedule times a number."""
+
+    schedule: Schedule
+    factor: float
+
+    def __call__(self, step: Any) -> Any:
+        return self.factor * self.schedule(step)
+
+
+def scaled(spec: RegularizerSpec, factor: object) -> RegularizerSpec:
+    """The spec with `factor` times its weight.
+
+    Raises:
+        SpecError: the spec has a bound, the factor is not a finite number >= 0, or the weight is
+            too large.
+    """
+    if not is_finite(factor) or (number := float(factor)) < 0:  # type: ignore[arg-type]  # finite
+        raise SpecError(
+            f"a term must be multiplied by a finite number >= 0, got {factor!r} "
+            f"(regularizer {spec.name!r})."
+        )
+    if spec.weight is None:
+        raise SpecError(
+            f"a term with a bound must not be multiplied, because it has no weight: add it as it "
+            f"is, got the factor {number:g} (regularizer {spec.name!r})."
+        )
+    weight = _Scaled(spec.weight, number) if callable(spec.weight) else number * spec.weight
+    return replace(spec, weight=weight)
+
+
+def split_loss(loss_fn: Any, regularizers: Iterable[Any]) -> tuple[Any, list[Any]]:
+    """The base loss itself, and the regularizers: first those of a `ComposedLoss`.
+
+    Raises:
+        SpecError: the regularizers are not in a list.
+    """
+    if isinstance(regularizers, Mapping) or not isinstance(regularizers, Iterable):
+        raise SpecError(
+            f"regularizers must be a list of specs or of mappings, got {regularizers!r}: put a "
+            f"single one into a list."
+        )
+    if isinstance(loss_fn, ComposedLoss):
+        return loss_fn.loss_fn, [*loss_fn.regularizers, *regularizers]
+    return loss_fn, list(regularizers)
+
+
+# Ray's own names of these resources.
+_RESERVED = {"CPU": "num_cpus", "GPU": "num_gpus"}
+
+
+def check_resources(resources: Mapping[str, Any], run_in: str, where: str) -> None:
+    """Check the resources that a term asks for on Ray.
+
+    Raises:
+        SpecError: one of them breaks its rule, or the term does not run on Ray.
+    """
+    if not isinstance(resources, Mapping) or not all(isinstance(key, str) for key in resources):
+        raise SpecError(
+            f"resources must be a mapping of names to amounts, got {resources!r} ({where})."
+        )
+    if resources and run_in != "ray":
+        raise SpecError(
+            f"resources are those of a task on Ray, got {list(resources)} with run_in={run_in!r}: "
+            f"set run_in='ray', or leave them out ({where})."
+        )
+    for key, amount in resources.items():
+        if key == "runtime_env":
+            if not isinstance(amount, Mapping):  # not shown in the message: it may hold secrets
+                raise SpecError(
+                    f"runtime_env must be a mapping, got an object of type "
+                    f"{type(amount).__name__} ({where})."
+                )
+        elif key in _RESERVED:
+            raise SpecError(
+                f"resources must not name {key!r}, which has a key of its own: "
+                f"use {_RESERVED[key]}={amount!r} ({where})."
+            )
+        elif not is_finite(amount) or amount < 0 or (amount > 1 and amount != int(amount)):
+            raise SpecError(
+                f"{key} must be a number >= 0, and a whole one above 1, got {amount!r} ({where})."
+            )

@@ -15,18 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from steelyard.errors import SpecError
-from steelyard.spec.numbers import is_array, is_finite, is_whole
-
-__all__ = [
-    "by_epoch",
-    "constant",
-    "cosine",
-    "exponential",
-    "join",
-    "linear",
-    "piecewise",
-    "warmup",
-]
+from steelyard.spec.checks import is_array, is_finite, is_whole
 
 
 # `Any`: a whole number gives a float, an array without axes gives another one.
@@ -104,8 +93,8 @@ class _Join:
         value: Any = 0.0
         for (begin, schedule), end in zip(self.pieces, [*ends, None], strict=True):
             own = (step - begin).clip(min=0)
-            found = schedule(own if end is None else own.clip(max=end - begin))
-            value = found * (step >= begin) + value * (step < begin)
+            piece = schedule(own if end is None else own.clip(max=end - begin))
+            value = piece * (step >= begin) + value * (step < begin)
         return value
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from steelyard.errors import InputError, SpecError
-from steelyard.spec.messages import describe
-from steelyard.spec.numbers import is_array, is_finite, is_traced
+from steelyard.spec.checks import is_array, is_finite, is_traced
+from steelyard.spec.error_messages import describe
 
 
 def check_weight(
@@ -82,23 +82,23 @@ def weight_at(
             "give step=."
         )
     try:
-        found = weight(step)
+        value = weight(step)
     except Exception as error:
         title = f"{kind or ('penalty' if negative else 'regularizer')} {name!r}"
         raise failure(_why_it_raised(weight, step, title, error)) from error
-    if is_array(found):
-        if tuple(found.shape):
+    if is_array(value):
+        if tuple(value.shape):
             raise failure(
-                f"the schedule of {name!r} must give one number, got shape {tuple(found.shape)}."
+                f"the schedule of {name!r} must give one number, got shape {tuple(value.shape)}."
             )
-        if is_traced(found):
-            return found
-        found = float(found)
-    elif type(found).__name__ == "SymFloat":  # torch's, of a step that is a SymInt
-        return found
-    if _is_allowed(found, negative=negative):  # before a message, which Dynamo could not format
-        return float(found)
-    return check_weight(found, name, f" at step {step}", negative=negative, kind=kind)
+        if is_traced(value):
+            return value
+        value = float(value)
+    elif type(value).__name__ == "SymFloat":  # torch's, of a step that is a SymInt
+        return value
+    if _is_allowed(value, negative=negative):  # before a message, which Dynamo could not format
+        return float(value)
+    return check_weight(value, name, f" at step {step}", negative=negative, kind=kind)
 
 
 class Bound(NamedTuple):
@@ -147,15 +147,15 @@ def bound_at(bound: float | Callable[[int], Any], step: int, name: str) -> float
     if not callable(bound):
         return bound
     try:
-        found = bound(step)
-        if is_array(found) and not tuple(found.shape):  # a schedule of optax or torch
-            found = float(found)
+        value = bound(step)
+        if is_array(value) and not tuple(value.shape):  # a schedule of optax or torch
+            value = float(value)
     except Exception as error:
         raise SpecError(
             f"a bound must be a schedule that gives a number for every step, and it raised "
             f"{describe(error)} at step {step} (regularizer {name!r})."
         ) from error
-    return check_bound(found, name, f" at step {step}")
+    return check_bound(value, name, f" at step {step}")
 
 
 def check_scale(bound: float, scale: object, name: str) -> float:

@@ -9,13 +9,12 @@ from steelyard.telemetry import events
 from steelyard.telemetry.bus import (
     Handler,
     attach,
+    attach_logger,
     attach_many,
     detach,
     execute,
     list_handlers,
-    listening,
 )
-from steelyard.telemetry.logger import attach_logger
 
 __all__ = [
     "Handler",
@@ -26,5 +25,4 @@ __all__ = [
     "events",
     "execute",
     "list_handlers",
-    "listening",
 ]

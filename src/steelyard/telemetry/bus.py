@@ -1,7 +1,8 @@
-"""The event bus: handlers by event, and `execute`, which calls them."""
+"""The event bus: handlers by event, `execute`, which calls them, and a handler that logs."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from steelyard.errors import TelemetryError
+from steelyard.telemetry import events
 
 # What an event carries is the emitter's business, hence Any.
 Payload: TypeAlias = Mapping[str, Any]
@@ -90,9 +92,9 @@ def detach(handler_id: str) -> bool:
         kept = {
             e: tuple(h for h in hs if h.handler_id != handler_id) for e, hs in _handlers.items()
         }
-        found = kept != _handlers
+        removed = kept != _handlers
         _handlers = {event: handlers for event, handlers in kept.items() if handlers}
-    return found
+    return removed
 
 
 def list_handlers(prefix: str = "") -> list[Handler]:
@@ -118,3 +120,48 @@ def execute(event: str, measurements: Payload, metadata: Payload | None = None) 
                 _log.exception(
                     "telemetry handler %r raised on %s and is detached", handler.handler_id, event
                 )
+
+
+_event_log = logging.getLogger("steelyard")
+_numbers = itertools.count(1)
+
+
+def attach_logger(level: str | int = "INFO", handler_id: str | None = None) -> str:
+    """Log what happens, each event a line, to the logger `"steelyard"`. Returns the handler's id.
+
+    Finished and failed work is logged at `level` (failures at least as a warning), starts
+    at DEBUG.
+
+    Raises:
+        TelemetryError: the level is unknown, or the id is taken.
+
+    Example:
+        >>> from steelyard import telemetry
+        >>> telemetry.attach_logger("DEBUG", handler_id="my-log")
+        'my-log'
+        >>> telemetry.detach("my-log")
+        True
+    """
+    number = logging.getLevelName(level.upper()) if isinstance(level, str) else level
+    if not isinstance(number, int) or isinstance(number, bool):
+        known = ", ".join(logging.getLevelNamesMapping())
+        raise TelemetryError(f"level must be one of {known}, got {level!r}.")
+    handler_id = handler_id or f"steelyard-logger-{next(_numbers)}"
+    attach_many(handler_id, events.ALL, _write, number)
+    return handler_id
+
+
+def _write(event: str, measurements: Payload, metadata: Payload, level: int) -> None:
+    if event.endswith(".start"):
+        level = logging.DEBUG
+    elif event.endswith(".exception"):
+        level = max(level, logging.WARNING)
+    if _event_log.isEnabledFor(level):
+        facts = {**metadata, **measurements}
+        facts.pop("system_time", None)
+        line = " ".join(f"{name}={_show(value)}" for name, value in facts.items())
+        _event_log.log(level, "%s %s", event, line)
+
+
+def _show(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

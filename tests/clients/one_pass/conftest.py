@@ -7,7 +7,7 @@ import pytest
 import tinker
 from tinker.lib.internal_client_holder import InternalClientHolder
 
-from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.engine.server.app import RunningServer
 from tests.engine.server.wire_client import start
 
 

@@ -14,10 +14,12 @@ import torch
 from tinker import types
 
 from steelyard import RegularizerSpec, regularize
-from steelyard.experiment.base_losses import CrossEntropy, PolicyLoss
+from steelyard.composition.named_losses import RewardPart
+from steelyard.experiment.training.base_losses import CrossEntropy, PolicyLoss
 from steelyard.regularizers import (
     L1,
     L2,
+    NLL,
     ChosenNLL,
     ConfidencePenalty,
     ElasticNet,
@@ -28,7 +30,7 @@ from steelyard.regularizers import (
     RelativeLength,
     SquaredLogRatio,
 )
-from steelyard.schedules import cosine, linear
+from steelyard.spec.schedules import cosine, linear
 
 from .batches import STEP, assert_same, batch
 
@@ -68,7 +70,7 @@ TOKENS = {
     ),
     "length and pairs": named(
         OverlongPenalty(max_length=6, buffer=4), RelativeLength(correct="reward", scale="std"),
-        ChosenNLL(), ChosenNLL(pair="group"),
+        ChosenNLL(), ChosenNLL(pair="group"), NLL(),
     ),
 }  # fmt: skip
 CLASSES = {
@@ -164,10 +166,11 @@ def confidence(_: Any, logprobs: list[torch.Tensor]) -> torch.Tensor:
         "ppo",
         "cispo",
         "dro",
+        "gspo",
+        CrossEntropy(reduction="sum"),
         CrossEntropy(),
-        CrossEntropy(reduction="mean"),
-        PolicyLoss.of("ppo", {"reduction": "mean"}),
-        PolicyLoss.of("importance_sampling"),
+        PolicyLoss.of("ppo"),
+        PolicyLoss.of("importance_sampling", {"reduction": "sum"}),
         nll,
     ],
 )
@@ -176,6 +179,18 @@ def test_base_losses(
 ) -> None:
     specs = [*named(L2()), RegularizerSpec(confidence, weight=2.0, name="confidence")]
     train_both([training, other], batch, base, specs, steps=3)
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "dro", "gspo"])
+def test_parts_of_a_base_loss_by_reward(
+    training: tinker.TrainingClient, other: tinker.TrainingClient, name: str
+) -> None:
+    base = PolicyLoss.of(name)
+    specs = [
+        RegularizerSpec(RewardPart(base, "reference_logprobs"), 0.0, "rewards/one"),
+        RegularizerSpec(RewardPart(base), 0.0, "base_loss/remainder"),
+    ]
+    train_both([training, other], batch, base, specs, steps=2)
 
 
 def test_untracked(training: tinker.TrainingClient, other: tinker.TrainingClient) -> None:

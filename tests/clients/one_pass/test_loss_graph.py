@@ -4,9 +4,8 @@ import inspect
 
 import torch
 
-from steelyard.clients.one_pass.graph_builder import build_graph
-from steelyard.clients.one_pass.loss_graph import GraphTerm
-from steelyard.composition import PerDatum
+from steelyard.clients.one_pass.loss_graph import GraphTerm, build_graph
+from steelyard.composition.per_datum import PerDatum
 
 TERM = GraphTerm("base", PerDatum(lambda logprobs: -logprobs), {})
 

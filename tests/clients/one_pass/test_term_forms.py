@@ -12,7 +12,8 @@ import torch
 from steelyard import Pipeline, RegularizerSpec, regularizers
 from steelyard.clients.one_pass.loss_graph import UnsuitableTermError
 from steelyard.clients.one_pass.term_forms import TermForms
-from steelyard.composition import PerDatum, Term
+from steelyard.composition.per_datum import PerDatum
+from steelyard.composition.terms import Term
 from steelyard.regularizers import L1, L2, EMADrift, OverlongPenalty
 
 from .batches import LENGTHS, batch

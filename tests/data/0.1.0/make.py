@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import pkgutil
 import shutil
 import subprocess
 import sys
@@ -17,7 +15,6 @@ from tinker import types
 from torch import Tensor, nn
 from torch.nn import functional
 
-import steelyard
 from steelyard import RegularizerSpec, regularize, schedules
 from steelyard.engine import LocalServiceClient
 from steelyard.experiment import resume
@@ -168,21 +165,12 @@ def pack(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def make_names() -> None:
-    """The names in the `__all__` of each module that has one."""
-    found = (each.name for each in pkgutil.walk_packages(steelyard.__path__, "steelyard."))
-    names = ["steelyard", *(name for name in found if not name.endswith(".__main__"))]
-    modules = {name: vars(importlib.import_module(name)) for name in names}
-    write(HERE / "names.json", {k: v["__all__"] for k, v in modules.items() if "__all__" in v})
-
-
 def write(path: Path, content: Any) -> None:
     """Write JSON."""
     path.write_text(f"{json.dumps(content, indent=1)}\n")
 
 
 if __name__ == "__main__":
-    make_names()
     make_run()
     make_client()
     make_composite()

@@ -9,7 +9,7 @@ import tinker
 from tinker.lib.internal_client_holder import InternalClientHolder
 
 from steelyard.engine import LocalServiceClient
-from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.engine.server.app import RunningServer
 from tests.engine.data import SMALL, ragged
 
 from .training_requests import STEPS

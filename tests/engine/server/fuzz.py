@@ -9,7 +9,7 @@ import zstandard
 from hypothesis import strategies as st
 from tinker.proto import tinker_public_pb2 as pb
 
-from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.engine.server.app import RunningServer
 from tests.engine.data import ragged
 
 from .wire_client import Wire, encoded

@@ -9,7 +9,7 @@ from typing import Any
 import tinker
 from tinker import types
 
-from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.engine.server.app import RunningServer
 from tests.engine.data import SMALL, ragged
 
 KINDS = ["forward", "batch", "batch", "step", "step", "sample", "custom", "save", "info"]
@@ -19,28 +19,34 @@ def work(base_url: str, clients: int, requests: int) -> dict[int, int]:
     """Run clients with mixed requests; return the number of optimizer steps of each."""
     steps: dict[int, int] = {}
     failures: list[BaseException] = []
+    # The SDK traces a loss with `torch.fx`, which replaces `Module.__call__` of this whole process
+    # meanwhile, also for the model of a server that runs in it.
+    traced = threading.Barrier(clients)
 
     def one(number: int) -> None:
         try:
-            steps[number] = _client(base_url, number, requests)
-        except BaseException as error:  # noqa: BLE001 - raised in the test below
+            steps[number] = _client(base_url, number, requests, traced)
+        except BaseException as error:  # noqa: BLE001 - raised below
             failures.append(error)
+            traced.abort()
 
     threads = [threading.Thread(target=one, args=(i,)) for i in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert failures == []
+    for failure in failures:
+        raise failure
     return steps
 
 
-def _client(base_url: str, number: int, requests: int) -> int:
+def _client(base_url: str, number: int, requests: int, traced: threading.Barrier) -> int:
     rng, steps = random.Random(number), 0
     with tinker.ServiceClient(base_url=base_url, api_key=f"tml-{number}") as service:
+        loss = service.create_custom_loss(_loss, {"logprobs": 1, "weights": 1}).result()
+        traced.wait()
         training = service.create_lora_training_client("tiny-random", rank=2, seed=number)
         sampling = training.save_weights_and_get_sampling_client()
-        loss = service.create_custom_loss(_loss, {"logprobs": 1, "weights": 1}).result()
         data = ragged(number, [5, 3])
         futures: list[Any] = []
         for index in range(requests):

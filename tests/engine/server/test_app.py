@@ -6,7 +6,7 @@ import httpx
 import pytest
 import tinker
 
-from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.engine.server.app import RunningServer
 
 from .wire_client import Wire, error_of
 

@@ -20,8 +20,8 @@ from tinker.proto.response_conv import (
 from tinker.types.topk_logprobs import TopkLogprobs
 
 from steelyard.engine import LocalServiceClient
-from steelyard.engine.server import codec
-from steelyard.engine.server.http_errors import BodyTooLarge
+from steelyard.engine.server import codec, http_messages
+from steelyard.engine.server.http_messages import BodyTooLarge
 from steelyard.errors import InputError
 from tests.engine.data import datum, ragged
 
@@ -55,14 +55,14 @@ def test_sparse_tensors_of_the_sdk_are_decoded(
 
 def test_a_body_is_decompressed_up_to_the_limit() -> None:
     packed = zstandard.ZstdCompressor().compress(b"x" * 100)
-    assert codec.decompress(packed, "zstd", 100) == b"x" * 100
-    assert codec.decompress(b"plain", "identity", 5) == b"plain"
+    assert http_messages.decompress(packed, "zstd", 100) == b"x" * 100
+    assert http_messages.decompress(b"plain", "identity", 5) == b"plain"
     with pytest.raises(BodyTooLarge, match="at most 99 bytes unpacked") as error:
-        codec.decompress(packed, "zstd", 99)
+        http_messages.decompress(packed, "zstd", 99)
     assert error.value.prefix == b"x" * 100
     for body, encoding, message in ((b"plain", "zstd", "must be zstd"), (b"", "br", "got 'br'")):
         with pytest.raises(HTTPException, match=message) as invalid:
-            codec.decompress(body, encoding, 99)
+            http_messages.decompress(body, encoding, 99)
         assert invalid.value.status_code == 400
 
 
@@ -74,11 +74,11 @@ class Outer(pydantic.BaseModel):
 
 
 def test_invalid_json_names_the_field() -> None:
-    assert codec.parse_json(Outer, b'{"inner": {"values": [1]}}').inner.values == [1]
+    assert http_messages.parse_json(Outer, b'{"inner": {"values": [1]}}').inner.values == [1]
     with pytest.raises(HTTPException, match=r"^400: Outer\.inner\.values\.1 is not right: "):
-        codec.parse_json(Outer, b'{"inner": {"values": [1, "x"]}}')
+        http_messages.parse_json(Outer, b'{"inner": {"values": [1, "x"]}}')
     with pytest.raises(HTTPException, match=r"^400: a Outer is not right: Invalid JSON"):
-        codec.parse_json(Outer, b"{")
+        http_messages.parse_json(Outer, b"{")
 
 
 @given(

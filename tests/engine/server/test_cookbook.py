@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.engine.server.app import RunningServer
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from starlette.exceptions import HTTPException
 
-from steelyard.engine.server.futures import EncodedResult, ServerFuture, ServerFutures
-from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.engine.server.app import RunningServer
+from steelyard.engine.server.futures import ServerFuture, ServerFutures
+from steelyard.engine.server.http_messages import EncodedResult
 from steelyard.errors import CheckpointError, ClosedError, InputError
 from tests.engine.data import ragged
 

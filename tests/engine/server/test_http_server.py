@@ -23,8 +23,7 @@ async def hello(_: Request) -> Response:
 def start(host: str) -> tuple[HttpServer, str]:
     listener, url = listen(host, 0)
     app = Starlette(routes=[Route("/", hello)])
-    limits = {"request_seconds": 5.0, "max_connections": 4}
-    return HttpServer(app, listener, name="steelyard-test", **limits), url  # type: ignore[arg-type]  # numbers of two types
+    return HttpServer(app, listener, name="steelyard-test", max_connections=4), url
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,7 @@ def test_a_port_that_two_servers_have_bound_belongs_to_the_first_that_listens() 
     (first, url), app = listen("127.0.0.1", 0), Starlette(routes=[Route("/", hello)])
     port = first.getsockname()[1]
     second, _ = listen("127.0.0.1", port)
-    limits: Any = {"name": "steelyard-test", "request_seconds": 5.0, "max_connections": 4}
+    limits: Any = {"name": "steelyard-test", "max_connections": 4}
     server = HttpServer(app, first, **limits)
     with pytest.raises(InputError, match=f"127.0.0.1:{port} is not: .* Choose another port"):
         HttpServer(app, second, **limits)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tinker
 
-from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.engine.server.app import RunningServer
 
 from .wire_client import Wire, start
 

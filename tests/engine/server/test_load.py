@@ -11,7 +11,7 @@ import tinker
 from tinker import types
 
 from steelyard.engine import LocalServiceClient
-from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.engine.server.app import RunningServer
 from tests.engine.data import SMALL, ragged
 
 from .load import steps_of, work

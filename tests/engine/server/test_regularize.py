@@ -13,7 +13,7 @@ from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
 from steelyard import RegularizerSpec, regularize
 from steelyard.engine import LocalServiceClient
-from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.engine.server.app import RunningServer
 from tests.engine.data import SMALL, datum, ragged
 
 DATA = ragged(0, [9, 4, 6])
@@ -87,7 +87,7 @@ def named_steps(training: Any) -> list[Any]:
 
     async def main() -> list[Any]:
         pending = []
-        for name in ("importance_sampling", "ppo", "cispo", "dro", "cross_entropy"):
+        for name in ("importance_sampling", "ppo", "cispo", "dro", "gspo", "cross_entropy"):
             future = await client.forward_backward_async(POLICY, loss_fn=name)
             pending.append((future, await client.optim_step_async(SMALL)))
         return [(await a.result_async(), (await b.result_async()).metrics) for a, b in pending]

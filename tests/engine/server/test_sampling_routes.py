@@ -10,7 +10,7 @@ import pytest
 import tinker
 from tinker import types
 
-from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.engine.server.app import RunningServer
 
 from .comparison import PROMPT
 from .wire_client import Wire, error_of, start, until
@@ -214,7 +214,7 @@ def test_requests_that_wait_share_a_batch_and_get_what_they_get_alone(
     alone = [sampling.sample(*request).result() for request in requests]
     (worker,) = running._state.service._workers.values()
     rows: list[int] = []
-    hook = worker.model._net.register_forward_pre_hook(
+    hook = worker.model._base.register_forward_pre_hook(
         lambda _, __, inputs: rows.append(len(inputs["input_ids"])), with_kwargs=True
     )
     gate = threading.Event()

@@ -11,8 +11,8 @@ import pytest
 import tinker
 
 from steelyard.engine.server import session_routes
-from steelyard.engine.server.lifecycle import RunningServer
-from steelyard.engine.server.uploaded_loss import validate_loss
+from steelyard.engine.server.app import RunningServer
+from steelyard.engine.server.uploaded_loss.validate import validate_loss
 from tests.engine.data import ragged
 
 from .uploaded_loss.graphs import LOGPROBS, SUM, X, call, upload

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.exceptions import HTTPException
 
-from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.engine.server.app import RunningServer
 from steelyard.engine.server.sessions import Sessions
 from tests.engine.data import ragged
 

@@ -11,12 +11,16 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from steelyard.engine import LocalServiceClient
-from steelyard.engine.server.base_models import BaseModels
-from steelyard.engine.server.futures import EncodedResult, ServerFuture
-from steelyard.engine.server.lifecycle import RunningServer
-from steelyard.engine.server.sequencer import Sequencer
-from steelyard.engine.server.settings import ServerSettings
-from steelyard.engine.server.state import ServerState, TrainingRun, start_call
+from steelyard.engine.server.app import RunningServer
+from steelyard.engine.server.futures import Sequencer, ServerFuture
+from steelyard.engine.server.http_messages import EncodedResult
+from steelyard.engine.server.state import (
+    BaseModels,
+    ServerSettings,
+    ServerState,
+    TrainingRun,
+    start_call,
+)
 from steelyard.errors import InputError
 from tests.engine.data import ragged
 

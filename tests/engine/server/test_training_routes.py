@@ -10,7 +10,7 @@ import torch
 from tinker import types
 
 from steelyard.engine import LocalServiceClient
-from steelyard.engine.server.lifecycle import RunningServer
+from steelyard.engine.server.app import RunningServer
 from tests.engine.data import SMALL, datum, ragged
 
 from .comparison import assert_alike, to_plain, traced_loss
@@ -61,7 +61,7 @@ def test_bad_data_are_rejected_and_change_nothing(wire: Wire, wrong: str) -> Non
 
 def test_an_unknown_loss_is_rejected(wire: Wire) -> None:
     model = wire.model()
-    response = wire.batch(model, 1, ragged(0, [3]), "gspo")
+    response = wire.batch(model, 1, ragged(0, [3]), "stable_reinforce")
     assert response.status_code == 400
     assert "loss_fn must be one of cross_entropy" in error_of(response)
     response = wire.batch(model, 2, ragged(0, [3]), "ppo", {"clip": 1.0})

@@ -12,8 +12,9 @@ import pytest
 import steelyard
 from steelyard.errors import ConfigError, MissingExtraError, SpecError
 from steelyard.experiment import read_config
-from steelyard.experiment.rewards import REWARDS, Reward, build_rewards, score
-from steelyard.spec import lookup
+from steelyard.experiment.rewards.reward import REWARDS, Reward, build_rewards
+from steelyard.experiment.rewards.scoring import score
+from steelyard.spec.registry import lookup
 
 from . import functions
 
@@ -33,7 +34,7 @@ def build(folder: Path, *entries: dict[str, Any], **tables: Any) -> tuple[Reward
 def test_a_function_gets_its_options_with_each_call(module: Path) -> None:
     entry = {"use": "own_rewards_of_mine:words", "options": {"scale": 2.0}}
     (reward,) = build(module, entry)
-    assert (reward.name, reward.weight, reward.place) == ("words", 1.0, "thread")
+    assert (reward.name, reward.weight, reward.executor) == ("words", 1.0, "thread")
     assert score([reward], [({}, "two words")], timeout=30.0)["words"][0].value == 4.0
 
 
@@ -43,26 +44,27 @@ def test_a_class_is_built_with_its_options(module: Path) -> None:
     assert (reward.name, reward.options, reward.fn({}, "ab")) == ("scaled", {}, 6.0)
 
 
-def test_on_ray_the_options_of_the_tasks_are_not_those_of_the_reward(module: Path) -> None:
+def test_on_ray_tasks_have_resources(module: Path) -> None:
     entries = [
         {
             "use": f"own_rewards_of_mine:{use}",
             "run_in": "ray",
-            "options": {**options, "num_gpus": 0.5, "resources": {"judge": 1}},
+            "options": options,
+            "resources": {"num_gpus": 0.5, "judge": 1},
         }
         for use, options in (("words", {"scale": 2.0}), ("Scaled", {"by": 3.0}))
     ]
     words, scaled = build(module, *entries)
-    assert words.placement == scaled.placement == {"num_gpus": 0.5, "resources": {"judge": 1}}
-    assert (words.call_options, scaled.call_options) == ({"scale": 2.0}, {})
+    assert words.resources == scaled.resources == {"num_gpus": 0.5, "judge": 1}
+    assert (words.options, scaled.options) == ({"scale": 2.0}, {})
     with pytest.raises(ConfigError, match=r"num_gpus must be a number >= 0, .*\(reward 'words'\)"):
-        build(module, {**entries[0], "options": {"num_gpus": "one"}})
+        build(module, {**entries[0], "resources": {"num_gpus": "one"}})
 
 
 def test_a_registered_name_is_found(module: Path) -> None:
     steelyard.register("reward_of_a_test")(functions.awords)
     (reward,) = build(module, {"use": "reward_of_a_test"})
-    assert (reward.name, reward.fn, reward.place) == (
+    assert (reward.name, reward.fn, reward.executor) == (
         "reward_of_a_test",
         functions.awords,
         "async",
@@ -81,7 +83,7 @@ def test_a_reward_has_the_settings_of_its_entry(module: Path) -> None:
     first, second = build(
         module, entry, {"use": "own_rewards_of_mine:words", "weight": 2, "enabled": False}
     )
-    assert (first.name, first.place, first.timeout, first.on_error) == (
+    assert (first.name, first.executor, first.timeout, first.on_error) == (
         "w",
         "process",
         5.0,
@@ -98,8 +100,8 @@ def test_a_reward_may_say_where_it_runs() -> None:
         def __call__(self, record: Any, answer: str) -> float:
             return 0.0
 
-    assert Reward("r", Solver()).place == "process"
-    assert Reward("r", Solver(), run_in="thread").place == "thread"
+    assert Reward("r", Solver()).executor == "process"
+    assert Reward("r", Solver(), run_in="thread").executor == "thread"
 
 
 def test_a_cheap_reward_with_a_timeout_runs_in_a_thread() -> None:
@@ -109,8 +111,8 @@ def test_a_cheap_reward_with_a_timeout_runs_in_a_thread() -> None:
         def __call__(self, record: Any, answer: str) -> float:
             return 0.0
 
-    assert Reward("r", Cheap()).place == "inline"
-    assert Reward("r", Cheap(), timeout=1.0).place == "thread"
+    assert Reward("r", Cheap()).executor == "inline"
+    assert Reward("r", Cheap(), timeout=1.0).executor == "thread"
 
 
 def test_secrets_of_options_are_resolved(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +257,7 @@ def test_a_reward_that_does_not_pickle_is_found_before_the_first_step(folder: Pa
         "TypeError: cannot pickle '_thread.lock' object (reward 'Locked'): leave out what cannot "
         "be pickled, or use run_in = 'thread'."
     )
-    assert build(folder, entry | {"run_in": "thread"})[0].place == "thread"
+    assert build(folder, entry | {"run_in": "thread"})[0].executor == "thread"
 
 
 def test_a_class_is_no_reward() -> None:

@@ -16,11 +16,14 @@ import torch
 
 from steelyard import Workers
 from steelyard.errors import ClosedError, NonFiniteError, TermError
-from steelyard.experiment.rewards import Answer, Reward, Score, score
+from steelyard.experiment.rewards.reward import Reward, Score
+from steelyard.experiment.rewards.scoring import AnsweredRecord, score
 
 from . import functions
 
-ANSWERS: list[Answer] = [({"prompt": "p"}, text) for text in ("one", "and two", "", "and so three")]
+ANSWERS: list[AnsweredRecord] = [
+    ({"prompt": "p"}, text) for text in ("one", "and two", "", "and so three")
+]
 LONG = 300.0  # seconds: far more than any test takes
 
 
@@ -75,7 +78,7 @@ def test_the_order_is_that_of_the_answers(workers: Workers) -> None:
         released[index].set()
         return float(index)
 
-    answers: list[Answer] = [({}, str(index)) for index in range(4)]
+    answers: list[AnsweredRecord] = [({}, str(index)) for index in range(4)]
     scored = score([reward(backwards)], answers, timeout=LONG, workers=workers)
     assert ended == [3, 2, 1, 0]
     assert values(scored["r"]) == [0.0, 1.0, 2.0, 3.0]
@@ -114,7 +117,7 @@ def test_a_reward_can_set_how_many_calls_run_at_once(workers: Workers, run_in: A
 
     fn: Any = work if run_in == "thread" else awork
     fn.concurrency = 3
-    answers: list[Answer] = [({}, "")] * 9
+    answers: list[AnsweredRecord] = [({}, "")] * 9
     scored = score([reward(fn, run_in=run_in)], answers, timeout=LONG, workers=workers)
     assert values(scored["r"]) == [1.0] * 9
     assert most == [3]
@@ -187,7 +190,7 @@ def test_a_reward_cannot_change_what_another_sees(workers: Workers) -> None:
 
 # Failures.
 
-BAD: list[Answer] = [({"prompt": "p"}, text) for text in ("good", "bad", "good")]
+BAD: list[AnsweredRecord] = [({"prompt": "p"}, text) for text in ("good", "bad", "good")]
 
 
 @pytest.mark.parametrize("run_in", ["inline", "thread", "process"])
@@ -365,12 +368,18 @@ def test_closed_workers_are_an_error() -> None:
 def test_rewards_on_ray_score_and_fail_as_anywhere(workers: Workers) -> None:
     settings: dict[str, Any] = {"run_in": "ray", "timeout": LONG}
     rewards = [
-        reward(functions.words, "words", options={"scale": 0.5, "num_cpus": 0.5}, **settings),
+        reward(
+            functions.words,
+            "words",
+            options={"scale": 0.5},
+            resources={"num_cpus": 0.5},
+            **settings,
+        ),
         reward(functions.awords, "awords", **settings),
         reward(functions.die_on_bad, "dies", **settings),
-        reward(functions.words, "greedy", options={"num_gpus": 1}, **settings),
+        reward(functions.words, "greedy", resources={"num_gpus": 1}, **settings),
     ]
-    answers: list[Answer] = [({"prompt": "p"}, text) for text in ("good", "bad")]
+    answers: list[AnsweredRecord] = [({"prompt": "p"}, text) for text in ("good", "bad")]
     scored = score(rewards, answers, timeout=LONG, workers=workers)
     assert scored["words"] == [Score(0.5), Score(0.5)]
     assert scored["awords"] == [Score(1.0), Score(1.0)]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.errors import SpecError
-from steelyard.experiment.rewards.text_form import Length, ValidJSON
+from steelyard.experiment.rewards.text import Length, ValidJSON
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.errors import InputError, SpecError
-from steelyard.experiment.rewards.text_match import (
-    ExactMatch,
-    NumberMatch,
-    RegexMatch,
-    last_number,
-)
+from steelyard.experiment.rewards.text import ExactMatch, NumberMatch, RegexMatch, last_number
 
 
 @pytest.mark.parametrize(

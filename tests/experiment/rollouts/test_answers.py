@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from steelyard.experiment.backend import Backend
-from steelyard.experiment.config_rollouts import RolloutsConfig
-from steelyard.experiment.rollouts.answer_data import datum_of
+from steelyard.experiment.config.schema import RolloutsConfig
+from steelyard.experiment.data.files import Prompt
+from steelyard.experiment.model.backend import Backend
 from steelyard.experiment.rollouts.answers import (
     Answer,
     ScoredAnswer,
+    datum_of,
     sample_answers,
     seeds_of,
 )
-from steelyard.experiment.rollouts.prompts import Prompt
 
 
 def prompt_of(backend: Backend, text: str, line: int = 1) -> Prompt:

@@ -13,9 +13,9 @@ from torch import Tensor
 from steelyard.engine import tiny, training_client
 from steelyard.errors import ConfigError
 from steelyard.experiment import RunFolder, resume, train
-from steelyard.experiment.backend import open_backend
-from steelyard.experiment.config import ModelConfig
-from steelyard.experiment.rollouts.answer_data import add_base_logprobs
+from steelyard.experiment.config.schema import ModelConfig
+from steelyard.experiment.model.backend import open_backend
+from steelyard.experiment.rollouts.answers import add_base_logprobs
 from tests.engine.server.wire_client import start
 from tests.experiment.small_runs import KL, Recorder, small_rollouts, without_clock
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from steelyard.engine import tiny
-from steelyard.penalties.from_logits import _projection_inputs as projected
+from steelyard.penalties.from_logits import projection as projected
 
 
 @pytest.fixture

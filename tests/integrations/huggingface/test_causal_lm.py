@@ -21,7 +21,7 @@ from steelyard.integrations.huggingface.causal_lm import (
     record_forward,
     token_count,
 )
-from steelyard.penalties.from_logits.lm_head import Heard, overheard
+from steelyard.penalties.from_logits.lm_head import RecordedCall, record_call
 from tests.integrations.huggingface.logit_free import model_with_capped_logits
 
 LABELS = torch.tensor([[5, 6, -100, 7], [-100, 8, 9, -100]])
@@ -110,22 +110,22 @@ def test_without_logits_of_each_position_there_is_no_completion(logits: Any) -> 
 
 def test_projection_stands_for_the_logits() -> None:
     model = tiny.build(torch.float32)
-    with overheard(model.lm_head) as head:
+    with record_call(model.lm_head) as head:
         forward, outputs = recorded(model)
     found = projection_of(model, forward, head)
     assert found is not None
     torch.testing.assert_close(found.hidden @ found.weight.T, outputs.logits)
     # Behind a fused head, which does not call the output layer:
     forward.outputs = SimpleNamespace(loss=outputs.loss)
-    fused = projection_of(model, forward, Heard(model.lm_head))
+    fused = projection_of(model, forward, RecordedCall(model.lm_head))
     assert fused is not None
     torch.testing.assert_close(fused.hidden, found.hidden)
-    assert projection_of(model, Forward(), Heard(model.lm_head)) is None
+    assert projection_of(model, Forward(), RecordedCall(model.lm_head)) is None
 
 
 def test_a_model_that_changes_its_logits_has_no_projection() -> None:
     model = model_with_capped_logits().train()
-    with overheard(model.lm_head) as head:
+    with record_call(model.lm_head) as head:
         forward, _ = recorded(model)
     with pytest.raises(InputError, match="Gemma2ForCausalLM changes them after it: read logits"):
         projection_of(model, forward, head)

@@ -21,7 +21,7 @@ from steelyard.integrations.huggingface.completion_inputs import (
     check_available,
     sampling_logprobs,
 )
-from steelyard.integrations.huggingface.trainers import KINDS
+from steelyard.integrations.huggingface.trainer_kinds import KINDS
 from tests.integrations.huggingface.training import Collator, arguments, entropy, rows, surprise
 
 

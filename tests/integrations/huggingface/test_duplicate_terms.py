@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from steelyard import RegularizerSpec, penalties
-from steelyard.composition import CompositeLoss, itself, reads
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import itself, reads
 from steelyard.errors import InputError, SpecError
 from steelyard.integrations import term
+from steelyard.integrations.huggingface.completion_inputs import reads_reference_of_data
 from steelyard.integrations.huggingface.duplicate_terms import (
     check_duplicate_terms,
-    reads_reference_of_data,
 )
-from steelyard.integrations.huggingface.trainers import KINDS
+from steelyard.integrations.huggingface.trainer_kinds import KINDS
 from steelyard.penalties import from_logits
 from steelyard.regularizers import (
     L1,

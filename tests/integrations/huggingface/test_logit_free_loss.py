@@ -12,14 +12,14 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from steelyard.engine import tiny
-from steelyard.integrations.huggingface.logit_free_loss import (
+from steelyard.integrations.huggingface.forward_capture import (
     LogitFreeLoss,
     labelled_rows,
     supports_logit_free_loss,
     without_logits,
 )
 from steelyard.penalties.from_logits import Projection
-from steelyard.penalties.from_logits.lm_head import Heard
+from steelyard.penalties.from_logits.lm_head import RecordedCall
 from tests.integrations.huggingface.logit_free import (
     FEATURES,
     assert_alike,
@@ -119,7 +119,7 @@ def test_the_loss_equals_for_causal_lm_loss(items: Any, retain_graph: bool) -> N
     labels = torch.randint(0, 9, (2, 5), generator=generator)
     labels[0, 2] = labels[1, 4] = -100
     placeholder = hidden[..., :1]
-    loss = LogitFreeLoss(Heard(layer, hidden, placeholder), retain_graph)
+    loss = LogitFreeLoss(RecordedCall(layer, hidden, placeholder), retain_graph)
     found = loss(placeholder, labels, 9, items)
     torch.testing.assert_close(found, ForCausalLMLoss(layer(hidden), labels, 9, items))
     shifted = labels.roll(-1, 1)
@@ -134,7 +134,7 @@ def test_the_loss_equals_for_causal_lm_loss(items: Any, retain_graph: bool) -> N
         (placeholder, labels, 9, None, 0),
         (placeholder, short, 9),
     ):
-        again = LogitFreeLoss(Heard(layer, hidden, placeholder))
+        again = LogitFreeLoss(RecordedCall(layer, hidden, placeholder))
         again(*given)
         assert again.rows is None
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from steelyard.composition import CompositeLoss, TermResult, itself, reads, term
-from steelyard.integrations.huggingface.metric_accumulator import MetricAccumulator
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import itself, reads, term
+from steelyard.composition.terms import TermResult
+from steelyard.integrations.huggingface.metrics import MetricAccumulator
 
 
 def results(loss: float, value: float, *, step: int = 0, **options: Any) -> Sequence[TermResult]:

@@ -13,7 +13,7 @@ from transformers import DataCollatorWithFlattening
 
 from steelyard import RegularizerSpec
 from steelyard.engine import tiny
-from steelyard.integrations.huggingface.packed_sequences import packed_spans
+from steelyard.integrations.huggingface.completion import packed_spans
 from tests.integrations.huggingface.test_trl import Recorder, assert_equal, step
 from tests.integrations.huggingface.training import RegularizedTrainer, arguments, rows
 from tests.integrations.huggingface.trl_trainers import build, predictions, sequences

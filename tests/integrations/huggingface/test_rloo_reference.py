@@ -8,7 +8,7 @@ import pytest
 import torch
 from trl.trainer.utils import selective_log_softmax
 
-from steelyard.integrations.huggingface.rloo_reference import keep_reference
+from steelyard.integrations.huggingface.internals import keep_reference
 from tests.integrations.huggingface.trl_trainers import PROMPTS, build, model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from steelyard import RegularizerSpec
+from steelyard.composition.bounds import GAIN, KP
 from steelyard.engine import tiny
 from steelyard.integrations import term
-from steelyard.integrations.huggingface.step_details import StepDetails, metrics_of
-from steelyard.output import BaseLossOutput, CustomLossOutput, RegularizerOutput
+from steelyard.integrations.huggingface.metrics import StepDetails, metrics_of
+from steelyard.output.custom_loss import BaseLossOutput, CustomLossOutput, RegularizerOutput
 from tests.integrations.huggingface.test_trl import BY_TOKENS, Recorder
 from tests.integrations.huggingface.training import (
     Collator,
@@ -241,10 +242,9 @@ def test_a_bound_has_the_weight_of_one_batch(tmp_path: Path) -> None:
         trainer.train()
         log = trainer.state.log_history[0]
         weights.append(log["regularizers/low/weight"])
-        # Σ_t NLL / 0.1 · KP · (value - 0.1) / 0.1, the first term of the controller
-        value = log["regularizers/low/value"]
-        by_hand = log["base_loss/value"] / 0.1 * 0.3 * (value - 0.1) / 0.1
-        assert weights[-1] == pytest.approx(min(by_hand, 10 * log["base_loss/value"] / 0.1))
+        # Σ_t NLL / 0.1, the unit, times the first gain, times 1 + KP far beyond the bound
+        assert log["regularizers/low/value"] > 0.2
+        assert weights[-1] == pytest.approx(log["base_loss/value"] / 0.1 * GAIN * (1 + KP))
     assert weights[1:] == pytest.approx([weights[0]] * 2, rel=1e-5)
 
 

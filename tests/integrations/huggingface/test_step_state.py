@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from steelyard import RegularizerSpec
-from steelyard.composition import CompositeLoss, itself, reads, term
-from steelyard.composition.bounds import KI
-from steelyard.integrations.huggingface.step_state import StepState
+from steelyard.composition.bounds import GAIN, KI
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import itself, reads, term
+from steelyard.integrations.huggingface.accumulation import StepState
 from steelyard.regularizers import Adaptive, EMADrift
 
 
@@ -85,8 +87,10 @@ def test_a_bound_moves_by_the_mean_of_the_micro_batches() -> None:
             composite(loss=4.0 + 0 * row.sum(), data=[], logprobs=[row])
             state.end_micro_batch()
         state.end_step()
-    # Errors 1 and 3 in the first step; the second has none, so its weight is the integral's.
-    assert composite.output.regularizers["kl"].weight == pytest.approx(4.0 / 0.5 * KI * 2)
+    # Errors 1 and 3 in the first step, none in the second: its weight is the unit times the gain.
+    assert composite.output.regularizers["kl"].weight == pytest.approx(
+        4.0 / 0.5 * GAIN * math.exp(2 * KI)
+    )
 
 
 def test_numbers_are_averaged_and_the_rest_is_the_last() -> None:

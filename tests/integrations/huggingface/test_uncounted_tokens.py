@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from steelyard import RegularizerSpec
-from steelyard.composition import CompositeLoss, itself, reads
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import itself, reads
 from steelyard.engine import tiny
 from steelyard.integrations import term
-from steelyard.integrations.huggingface.step_state import StepState
+from steelyard.integrations.huggingface.accumulation import StepState
 from steelyard.penalties import from_logits
 from steelyard.regularizers import Adaptive, KLToReference
 from tests.integrations.huggingface.test_trl import Recorder

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from steelyard.integrations.jax import loss_with_penalties
-from steelyard.integrations.jax.grad_norms import at_least_float32, gradient_norms
+from steelyard.integrations.jax.loss import at_least_float32, gradient_norms
 from steelyard.penalties import PenaltyPipeline
 from tests.integrations.jax.classifier import PIPELINE, Tree, base, batch, initial, norm
 

@@ -12,7 +12,7 @@ import pytest
 
 from steelyard.errors import InputError
 from steelyard.integrations.jax import loss_with_penalties
-from steelyard.integrations.jax.penalty_inputs import PenaltyInputs, read_base
+from steelyard.integrations.jax.loss import PenaltyInputs, read_base
 from steelyard.penalties import PenaltyPipeline
 from tests.integrations.jax.classifier import Tree, base, batch, initial
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from steelyard.errors import InputError
-from steelyard.integrations.lightning.batch_inputs import batch_fields, merge_sources
+from steelyard.integrations.lightning.steps import batch_fields, merge_sources
 
 
 @dataclass

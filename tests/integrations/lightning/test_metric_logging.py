@@ -10,7 +10,7 @@ from torch import Tensor
 
 from steelyard.errors import SpecError
 from steelyard.integrations import CompositeLoss, term
-from steelyard.integrations.lightning.metric_logging import check_log_settings, log_components
+from steelyard.integrations.lightning.steps import check_log_settings, log_components
 from tests.integrations.lightning.models import Batch, Plain, Recorder, batches, trainer
 
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from steelyard import RegularizerSpec
 from steelyard.integrations import CompositeLoss, term
-from steelyard.integrations.lightning import RegularizedModule, RegularizerCallback, batch_inputs
-from steelyard.integrations.lightning.batch_inputs import unlabelled_terms
+from steelyard.integrations.lightning import RegularizedModule, RegularizerCallback, steps
+from steelyard.integrations.lightning.steps import unlabelled_terms
 from tests.integrations.lightning.models import (
     Batch,
     Batches,
@@ -117,5 +117,5 @@ def test_terms_that_several_processes_compute_together(monkeypatch: pytest.Monke
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     found = unlabelled_terms(SPECS, {"labels": NONE}, nn.Linear(1, 1))
     assert found == {"sharpness", "all"}
-    monkeypatch.setattr(batch_inputs, "is_fully_sharded", lambda _: True)
+    monkeypatch.setattr(steps, "is_fully_sharded", lambda _: True)
     assert unlabelled_terms(SPECS, {"labels": NONE}, nn.Linear(1, 1)) == set()

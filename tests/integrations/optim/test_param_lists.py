@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import InputError
-from steelyard.integrations.optim.param_lists import (
+from steelyard.integrations.optim.transform import (
     Slot,
     batches,
     reduction_dtype,
@@ -21,7 +21,7 @@ from steelyard.integrations.optim.param_lists import (
 
 
 def test_batches_are_bounded_aligned_and_of_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steelyard.integrations.optim.param_lists._CPU_BATCH_SIZE", 10)
+    monkeypatch.setattr("steelyard.integrations.optim.transform._CPU_BATCH_SIZE", 10)
     # The matrix of 7 rows of 3 is split into 3, 3 and 1 rows; a row of 12 cannot be split.
     sizes = [(4,), (5,), (3,), (7, 3), (2,), (2, 12)]
     kinds = [torch.float32] * 4 + [torch.float64, torch.float32]
@@ -47,7 +47,7 @@ def test_batches_are_bounded_aligned_and_of_one_dtype(monkeypatch: pytest.Monkey
 
 
 def test_split_large_cuts_all_tensors_at_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steelyard.integrations.optim.param_lists._CPU_BATCH_SIZE", 6)
+    monkeypatch.setattr("steelyard.integrations.optim.transform._CPU_BATCH_SIZE", 6)
     matrix, vector = torch.arange(15.0).reshape(5, 3), torch.arange(5.0)
     found = [(left.tolist(), right.tolist()) for left, right in split_large(matrix, vector)]
     assert found == [

@@ -15,7 +15,6 @@ from torch.nn import Parameter
 from steelyard import schedules
 from steelyard.errors import SpecError
 from steelyard.integrations.optim import (
-    Slot,
     Transform,
     adaptive_clip,
     attach,
@@ -24,7 +23,7 @@ from steelyard.integrations.optim import (
     l1_decay,
     l2_decay,
 )
-from steelyard.integrations.optim.transform import Strength
+from steelyard.integrations.optim.transform import Slot, Strength
 from tests.integrations.optim.transform_checks import parameter, transformed
 
 

@@ -97,7 +97,7 @@ def check_split(transform: Transform, shape: Any) -> None:
     whole, split = Parameter(values[0].double()), Parameter(values[0].clone())
     whole.grad, split.grad = values[1].double(), values[1].clone()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("steelyard.integrations.optim.param_lists._CPU_BATCH_SIZE", 2**40)
+        patch.setattr("steelyard.integrations.optim.transform._CPU_BATCH_SIZE", 2**40)
         transformed(transform, parameters=[whole], lr=0.1)
     transformed(transform, parameters=[split], lr=0.1)
     close(split.grad, whole.grad, 1e-5)

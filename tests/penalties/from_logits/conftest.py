@@ -8,7 +8,7 @@ import pytest
 from triton import language
 from triton.runtime import interpreter
 
-from steelyard.penalties.from_logits import _projection_inputs as projected
+from steelyard.penalties.from_logits import projection as projected
 from tests.penalties.from_logits.projection_cases import CLASSES
 
 

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from steelyard.composition import CompositeLoss, term
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import term
 from steelyard.errors import GradientError, InputError
 from steelyard.penalties import from_logits
 from steelyard.penalties.from_logits import (

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steelyard.penalties.from_logits import _kernel_components as components
-from steelyard.penalties.from_logits import _kernel_signals as signals
+from steelyard.penalties.from_logits import _triton_components as components
+from steelyard.penalties.from_logits import _triton_tiles as signals
 from tests.penalties.from_logits.cases import inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,20 +7,25 @@
 import triton
 import triton.language as tl
 
-from steelyard.penalties.from_logits._kernel_components import middle_piece
-from steelyard.penalties.from_logits._kernel_gradients import gradient_piece
-from steelyard.penalties.from_logits._kernel_row_values import combine_row
-from steelyard.penalties.from_logits._kernel_signals import peek, publish, wait_for, wait_for_all
-from steelyard.penalties.from_logits._kernel_statistics import piece_statistics
-from steelyard.penalties.from_logits._kernel_tiles import (
+from steelyard.penalties.from_logits._triton_components import middle_piece
+from steelyard.penalties.from_logits._triton_passes import (
+    combine_row,
+    gradient_piece,
+    piece_statistics,
+)
+from steelyard.penalties.from_logits._triton_tiles import (
     dot_by_thread,
     limit_ratio,
     load_tile,
     log2,
     max_by_thread,
+    peek,
+    publish,
     store_tile,
     sum_by_thread,
     to_float32,
+    wait_for,
+    wait_for_all,
 )
 
 

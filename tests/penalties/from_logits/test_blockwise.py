@@ -13,8 +13,8 @@ from array_api_compat import torch as torch_namespace
 from steelyard.penalties.from_logits import (
     compose_logits,
 )
-from steelyard.penalties.from_logits._blockwise import Wants, sweep
 from steelyard.penalties.from_logits._components import REVERSE, Z_LOSS, Component
+from steelyard.penalties.from_logits._formulas import Wants, sweep
 from tests.penalties.backends import Backend
 from tests.penalties.from_logits.cases import arguments, by_autograd, inputs, written
 

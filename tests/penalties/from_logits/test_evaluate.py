@@ -12,8 +12,8 @@ from steelyard.errors import GradientError
 from steelyard.penalties import entropy, from_logits
 from steelyard.penalties.from_logits import Projection
 from steelyard.penalties.from_logits._components import CROSS_ENTROPY, ENTROPY, Component
-from steelyard.penalties.from_logits._evaluate import evaluate, value_rows, weighted_sum
-from steelyard.penalties.from_logits._projection_inputs import accept
+from steelyard.penalties.from_logits._evaluate import evaluate, value_rows, weighted_total
+from steelyard.penalties.from_logits.projection import accept
 from tests.penalties.backends import Backend
 from tests.penalties.from_logits.cases import arguments, by_autograd, inputs
 
@@ -33,7 +33,7 @@ def test_total_values_gradient_and_products(backend: Backend, reduction: str) ->
     np.testing.assert_allclose(backend.numpy(own), wanted, rtol=1e-12)
     np.testing.assert_allclose(backend.numpy(total), wanted @ WEIGHTS, rtol=1e-12)
     np.testing.assert_allclose(
-        backend.numpy(weighted_sum(rows, list(zip(COMPONENTS, WEIGHTS, strict=True)), reduction)),
+        backend.numpy(weighted_total(rows, list(zip(COMPONENTS, WEIGHTS, strict=True)), reduction)),
         wanted @ WEIGHTS,
         rtol=1e-12,
     )

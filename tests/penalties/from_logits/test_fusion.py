@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from steelyard.penalties import from_logits as f
-from steelyard.penalties.from_logits import LogitCall, fusable
+from steelyard.penalties.from_logits.fusion import LogitCall, fusable, is_fusable
 from tests.penalties.from_logits.cases import inputs
 
 Z, R, T = inputs(41, 4, 9)
@@ -105,4 +105,4 @@ def test_a_call_is_built_from_its_arguments() -> None:
     assert LogitCall.of("x", torch.sum, [Z], {}) is None
     assert LogitCall.of("x", f.entropy, [Z, R], {}) is None
     assert LogitCall.of("x", f.entropy, [Z], {}, options={"reduction": "none"}) is None
-    assert (f.is_fusable(f.entropy), f.is_fusable(torch.sum)) == (True, False)
+    assert (is_fusable(f.entropy), is_fusable(torch.sum)) == (True, False)

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from steelyard.penalties.from_logits import (
     compose_logits,
 )
-from steelyard.penalties.from_logits._grad_norms import grad_norms_and_cosines
+from steelyard.penalties.from_logits.compose import grad_norms_and_cosines
 from tests.penalties.from_logits.cases import by_autograd, inputs, written
 
 

@@ -12,10 +12,7 @@ import torch
 
 from steelyard import schedules
 from steelyard.penalties import from_logits
-from steelyard.penalties.from_logits import (
-    _jax,
-    compose_logits,
-)
+from steelyard.penalties.from_logits import _evaluate_jax, compose_logits
 from steelyard.penalties.from_logits._components import REVERSE, Z_LOSS, Component
 from tests.penalties.backends import Backend
 from tests.penalties.from_logits.cases import PLANS, TERMS, arguments, by_autograd, inputs, written
@@ -70,7 +67,9 @@ def test_gradient_and_inner_products_against_autograd() -> None:
     _, gradients = by_autograd(names, *tensors, scale)
     z, r, t = arguments(Backend("jax"), *tensors)
     components = [Component(REVERSE, 1.0, 100.0), Component(Z_LOSS, 1.0)]
-    found = _jax.gradient_and_gram(z, r, t, jnp.asarray(scale.numpy()), components, [2.0, -3.0])
+    found = _evaluate_jax.gradient_and_gram(
+        z, r, t, jnp.asarray(scale.numpy()), components, [2.0, -3.0]
+    )
     exact = 2 * gradients["reverse"][0] - 3 * gradients["z_loss"][0]
     np.testing.assert_allclose(np.asarray(found.logits), exact.numpy(), rtol=1e-9, atol=1e-14)
     each = torch.stack([gradients[name][0].flatten() for name in names])

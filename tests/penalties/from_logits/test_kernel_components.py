@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from steelyard.penalties.from_logits import _kernel_components as components
+from steelyard.penalties.from_logits import _triton_components as components
 from steelyard.penalties.from_logits._components import (
     CROSS_ENTROPY,
     ENTROPY,

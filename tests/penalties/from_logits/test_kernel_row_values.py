@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from steelyard.penalties.from_logits._kernel_components import COEFFICIENTS
+from steelyard.penalties.from_logits._triton_components import COEFFICIENTS
 from tests.penalties.from_logits.cases import by_autograd
 from tests.penalties.from_logits.stage_cases import (
     CLASSES,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from steelyard.penalties.from_logits import (
-    _launch,
-    _operators,
+    _torch_operators,
+    _triton_sweep,
     compose_linear,
     compose_logits,
     cross_entropy,
@@ -23,13 +23,13 @@ from steelyard.penalties.from_logits import (
     kl,
     target_logprobs,
 )
-from steelyard.penalties.from_logits._blockwise import Wants
 from steelyard.penalties.from_logits._components import (
     components_of,
     needs_reference,
     needs_targets,
     parse_terms,
 )
+from steelyard.penalties.from_logits._formulas import Wants
 from steelyard.penalties.from_logits.cluster import launch as cluster
 from tests.penalties.from_logits.cases import TERMS, by_autograd, inputs, written
 
@@ -57,13 +57,13 @@ def launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
 
     Triton's has a small shape: several pieces in a row, several tiles in a piece.
     """
-    monkeypatch.setattr(_operators, "_has_kernels", lambda x: True)
+    monkeypatch.setattr(_torch_operators, "_has_kernels", lambda x: True)
     if request.param == "cluster":
         monkeypatch.setattr(cluster, "ENABLED", True)
         return cluster
     monkeypatch.setattr(cluster, "fits", lambda *inputs: False)
-    monkeypatch.setattr(_launch, "shape_for", lambda kinds, wants: _launch.Shape(2, 2))
-    return _launch
+    monkeypatch.setattr(_triton_sweep, "shape_for", lambda kinds, wants: _triton_sweep.Shape(2, 2))
+    return _triton_sweep
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
@@ -251,7 +251,7 @@ def test_mixed_floats() -> None:
     logits, _, targets = inputs(26, 2, 64, torch.float32)
     reference = inputs(27, 2, 64, torch.bfloat16)[1]
     assert not cluster.fits(logits.to(DEVICE), reference.to(DEVICE), [])
-    check(_launch, ["forward"], (logits, reference, targets), tolerance=2e-3)
+    check(_triton_sweep, ["forward"], (logits, reference, targets), tolerance=2e-3)
 
 
 # Through the front door.

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from steelyard.errors import InputError
-from steelyard.penalties.from_logits.lm_head import affine, overheard, stand_in
+from steelyard.penalties.from_logits.lm_head import affine, record_call, stand_in
 
 
 class Net(nn.Module):
@@ -41,21 +41,21 @@ X = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(3, 5)
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_recorded_projection_gives_the_layers_output(bias: bool) -> None:
     net = Net(bias)
-    with overheard(net.head) as heard:
-        assert heard.projection is None
+    with record_call(net.head) as call:
+        assert call.projection is None
         made = net(X)
-    assert heard.projection is not None
-    torch.testing.assert_close(2 * heard.projection.logits(), made)
+    assert call.projection is not None
+    torch.testing.assert_close(2 * call.projection.logits(), made)
     assert "forward" not in vars(net.head)
 
 
 def test_a_replaced_forward_is_restored_after_an_error() -> None:
     net = Net()
-    with overheard(net.head, lambda hidden: hidden[..., :1]) as heard:
+    with record_call(net.head, lambda hidden: hidden[..., :1]) as call:
         assert net(X).shape == (3, 1)
-    assert heard.projection is not None
-    assert heard.projection.shape == (3, 7)
-    with pytest.raises(RuntimeError, match="mat1"), overheard(net.head):
+    assert call.projection is not None
+    assert call.projection.shape == (3, 7)
+    with pytest.raises(RuntimeError, match="mat1"), record_call(net.head):
         net(X[:, 1:])
     assert net(X).shape == (3, 7)
 
@@ -66,54 +66,54 @@ def test_a_forward_that_was_replaced_before_is_put_back() -> None:
     own = head.forward
     head.forward = lambda hidden: own(hidden) + 1
     before = net(X)
-    with overheard(net.head) as heard:
+    with record_call(net.head) as call:
         torch.testing.assert_close(net(X), before)
-    assert heard.hidden is not None
+    assert call.hidden is not None
     torch.testing.assert_close(net(X), before)
 
 
 @pytest.mark.parametrize("change", [lambda z: z / 2, lambda z: 30 * torch.tanh(z / 30)])
 def test_a_model_that_scales_or_caps_logits_is_detected(change: Any) -> None:
     net = Net()
-    with overheard(net.head, stand_in) as heard:
+    with record_call(net.head, stand_in) as call:
         made = net.head(net.inner(X))
     assert made.shape == (3, 1)
-    assert heard.untouched(made)
-    assert not heard.untouched(change(made))
+    assert call.untouched(made)
+    assert not call.untouched(change(made))
 
 
 def test_a_later_pass_without_a_graph_is_not_recorded() -> None:
     net = Net()
-    with overheard(net.head) as heard:
+    with record_call(net.head) as call:
         net(X)
-        read = heard.hidden
+        read = call.hidden
         with torch.no_grad():
             net(2 * X)
-        assert heard.hidden is read
+        assert call.hidden is read
         net(3 * X)
-    assert heard.hidden is not read
+    assert call.hidden is not read
 
 
 def test_changed_logits_are_not_untouched() -> None:
     net = Net()
-    with overheard(net.head) as heard:
-        assert not heard.untouched(X)
+    with record_call(net.head) as call:
+        assert not call.untouched(X)
         made = net(X) / 2
-    assert heard.untouched(made)
-    assert heard.untouched(made.double())
-    assert not heard.untouched(made * 1.001)
-    assert not heard.untouched(made[:, :3])
+    assert call.untouched(made)
+    assert call.untouched(made.double())
+    assert not call.untouched(made * 1.001)
+    assert not call.untouched(made[:, :3])
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_lora_is_merged_into_one_weight(bias: bool) -> None:
     model, layer = with_lora(Net(bias), lora_alpha=3)
-    with overheard(layer) as heard:
+    with record_call(layer) as call:
         made = model(X)
-    assert heard.projection is not None
-    torch.testing.assert_close(2 * heard.projection.logits(), made)
+    assert call.projection is not None
+    torch.testing.assert_close(2 * call.projection.logits(), made)
     trained = [p for name, p in model.named_parameters() if "lora_" in name]
-    ours = torch.autograd.grad(heard.projection.logits().square().sum(), trained)
+    ours = torch.autograd.grad(call.projection.logits().square().sum(), trained)
     theirs = torch.autograd.grad((made / 2).square().sum(), trained)
     for a, b in zip(ours, theirs, strict=True):
         assert b.abs().max() > 1e-2
@@ -151,10 +151,10 @@ def test_bfloat16_weights_do_not_round_lora_away() -> None:
 
 def test_autocast_sets_the_dtype_of_the_projection() -> None:
     net = Net(bias=True, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16), overheard(net.head) as heard:
+    with torch.autocast("cpu", torch.bfloat16), record_call(net.head) as call:
         net(X.float())
-    assert heard.projection is not None
-    parts = (heard.projection.hidden, heard.projection.weight, heard.projection.bias)
+    assert call.projection is not None
+    parts = (call.projection.hidden, call.projection.weight, call.projection.bias)
     assert [None if part is None else part.dtype for part in parts] == [torch.bfloat16] * 3
 
 

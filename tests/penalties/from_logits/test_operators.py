@@ -11,11 +11,7 @@ import torch
 
 from steelyard.errors import GradientError, InputError
 from steelyard.penalties import from_logits
-from steelyard.penalties.from_logits import (
-    _operators,
-    compose_linear,
-    compose_logits,
-)
+from steelyard.penalties.from_logits import _torch_operators, compose_linear, compose_logits
 from steelyard.penalties.from_logits._components import Component
 from steelyard.penalties.from_logits.cluster import launch
 from tests.penalties.from_logits.cases import TERMS, expected, inputs, written
@@ -134,21 +130,21 @@ def test_no_gradient_is_computed_if_none_is_required() -> None:
 
 def test_components_as_flat_lists() -> None:
     components = [Component(0, 1.0), Component(1, 1.0, 5.0)]
-    assert _operators.flat(components) == ([0, 1], [1.0, 1.0], [math.inf, 5.0])
+    assert _torch_operators.flat(components) == ([0, 1], [1.0, 1.0], [math.inf, 5.0])
 
 
 def test_gradients_that_are_required() -> None:
     trained, frozen = torch.zeros(1, requires_grad=True), torch.zeros(1)
-    assert _operators.wanted(trained, frozen, None) == [True, False, False]
+    assert _torch_operators.wanted(trained, frozen, None) == [True, False, False]
     with torch.no_grad():
-        assert _operators.wanted(trained) == [False]
+        assert _torch_operators.wanted(trained) == [False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # by a kernel, and without one
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_scaling_in_place(factor: float, dtype: torch.dtype) -> None:
     x = torch.tensor([2.0, -4.0], dtype=dtype)
-    _operators.scale_(x, torch.tensor(factor))
+    _torch_operators.scale_(x, torch.tensor(factor))
     torch.testing.assert_close(x, factor * torch.tensor([2.0, -4.0], dtype=dtype))
 
 
@@ -161,7 +157,7 @@ def test_on_a_gpu_one_kernel_does_the_scaling(monkeypatch: pytest.MonkeyPatch) -
         return True
 
     monkeypatch.setattr(launch, "ENABLED", True)
-    monkeypatch.setattr(_operators, "multiply", multiply)
+    monkeypatch.setattr(_torch_operators, "multiply", multiply)
     x, factor = SimpleNamespace(is_cuda=True), torch.tensor(0.5)
-    _operators._scale_by_kernel(x, factor)  # type: ignore[arg-type]  # played
+    _torch_operators._scale_by_kernel(x, factor)  # type: ignore[arg-type]  # played
     assert calls == [(x, factor)]

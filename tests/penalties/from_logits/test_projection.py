@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from steelyard.penalties.from_logits import (
-    LogitCall,
     Projection,
     compose_logits,
     cross_entropy,
@@ -14,6 +13,7 @@ from steelyard.penalties.from_logits import (
     js,
     kl,
 )
+from steelyard.penalties.from_logits.fusion import LogitCall
 from tests.penalties.from_logits.projection_cases import (
     CLASSES,
     SHAPE,

@@ -14,7 +14,7 @@ from steelyard.penalties.from_logits import (
     cross_entropy,
     kl,
 )
-from steelyard.penalties.from_logits._projection_inputs import accept_projection
+from steelyard.penalties.from_logits.projection import accept_projection
 
 X = torch.zeros
 

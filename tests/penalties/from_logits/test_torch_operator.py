@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from steelyard.penalties.from_logits._torch_operator import operator
+from steelyard.penalties.from_logits._torch_operators import operator
 
 CALLS: list[type] = []
 

@@ -1,19 +1,124 @@
-"""`OnePass`: base and terms in one request, where the server and the terms allow it."""
+"""`OnePass`: base and terms in one request, where the server and the terms allow it.
+
+Each graph is uploaded once in a session of the SDK, and refusals are remembered.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import sys
+import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
+from steelyard.clients.blocking import Action, Steps
+from steelyard.clients.one_pass.loss_graph import LossGraph
 from steelyard.clients.one_pass.lowering import LoweredBatch, Lowering, NotLoweredError
-from steelyard.clients.one_pass.results import OnePassFuture, SentCall, TwoPassCall
-from steelyard.clients.one_pass.upload import RefusedError, Uploader
-from steelyard.composition import TEMPERATURE, Pipeline, RemoteCall, WeightedSum
+from steelyard.clients.one_pass.results import OnePassFuture, RemoteCall, SentCall, TwoPassCall
+from steelyard.clients.one_pass.torch_operations import TRACING
+from steelyard.composition.aggregate import WeightedSum
+from steelyard.composition.named_losses import TEMPERATURE
+from steelyard.composition.pipeline import Pipeline
 from steelyard.errors import SpecError
+
+NOT_RUN = "the server does not run uploaded losses"
+
+
+class RefusedError(Exception):
+    """The server, or the SDK, does not take a loss; the message says why."""
+
+
+class SessionLosses:
+    """Losses of one session: handles, and the reasons of refusals, by graph.
+
+    The SDK takes a graph only once in a session, also if the server refused it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.known: dict[Any, Any] = {}
+
+
+_SESSIONS: WeakKeyDictionary[Any, SessionLosses] = WeakKeyDictionary()
+_SESSIONS_LOCK = threading.Lock()
+
+
+class Uploader:
+    """Uploads losses for a training client; all clients of a session share what is known.
+
+    Args:
+        client: the training client.
+        service: the service client that made it, whose verb uploading is; None: the losses go
+            through the training client, if it is one of the SDK.
+    """
+
+    def __init__(self, client: Any, service: Any = None) -> None:
+        self._create = getattr(service, "create_custom_loss", None) or _creator(client)
+        own = getattr(client, "holder", None)
+        self._holder = own if service is None else getattr(service, "holder", None)
+        self._elsewhere = None not in (own, self._holder) and own is not self._holder
+        with _SESSIONS_LOCK:
+            key = self if self._holder is None else self._holder
+            self._losses = _SESSIONS.setdefault(key, SessionLosses())
+
+    def why_not(self) -> str | None:
+        """Reason for which no loss can be uploaded; None if there is none."""
+        if self._create is None:
+            return "the client cannot upload losses: pass service=, the client that made it"
+        if self._elsewhere:
+            return "the service has another session than the client: pass the one that made it"
+        config = getattr(self._holder, "get_client_config", None)
+        # Where the server does not run losses, the SDK makes two passes and does not say so.
+        runs = config is not None and getattr(config(), "custom_loss_server_side", False)
+        return None if runs else NOT_RUN
+
+    def upload(self, graph: LossGraph) -> Any:
+        """Handle of a loss; it waits for the server the first time.
+
+        Raises:
+            RefusedError: the server or the SDK does not take it, now or before.
+        """
+        with self._losses.lock:
+            if graph.key not in self._losses.known:
+                try:
+                    self._losses.known[graph.key] = self._upload(graph)
+                except RefusedError as error:
+                    self._losses.known[graph.key] = str(error)
+            known = self._losses.known[graph.key]
+        if isinstance(known, str):
+            raise RefusedError(known)
+        return known
+
+    def refuse(self, graph: LossGraph, reason: str) -> None:
+        """Remember that the server did not run a loss as it promised."""
+        with self._losses.lock:
+            self._losses.known[graph.key] = reason
+
+    def _upload(self, graph: LossGraph) -> Any:
+        try:
+            with TRACING:  # by the SDK, before it sends the loss
+                # Present: `why_not` has been asked.
+                upload = self._create(graph.function(), dict(graph.ranks))  # type: ignore[misc]
+            handle = upload.result()
+        except Exception as error:  # the SDK is alpha: whatever it raises, two passes still work
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise RefusedError(reason) from error
+        if handle.loss_id is None:
+            raise RefusedError(NOT_RUN)
+        return handle
+
+
+def _creator(client: Any) -> Callable[..., Any] | None:
+    """Upload through a training client of the SDK: the service's verb, in the same session."""
+    tinker = sys.modules.get("tinker")  # loaded, if the client is the SDK's
+    submit = getattr(getattr(tinker, "ServiceClient", None), "_create_custom_loss_submit", None)
+    if tinker is None or submit is None or not isinstance(client, tinker.TrainingClient):
+        return None
+    return lambda fn, ranks: submit(client, fn, ranks)
+
 
 ServerSide: TypeAlias = Literal["auto", True, False]
 
@@ -24,7 +129,7 @@ class UploadRefusedWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Explanation:
-    """How a call ran, and why.
+    """Way in which a call ran, and why.
 
     Attributes:
         passes: forward passes of the model: 1 or 2; None before the first call.
@@ -88,17 +193,17 @@ class OnePass:
     def submit(
         self,
         pipeline: Pipeline,
-        data: Sequence[Any],
+        data: Any,
         step: int,
         again: TwoPassCall,
         reason: str | None = None,
         temperature: float = 1.0,
-    ) -> OnePassFuture | None:
-        """Send a call in one request; None if it has to run in two passes.
+    ) -> Steps[OnePassFuture | None]:
+        """Send a call in one request; the steps give None if it has to run in two passes.
 
         Args:
             pipeline: its terms and settings.
-            data: the batch.
+            data: the batch; or a `JoinedData`.
             step: the number of the step.
             again: the same call in two passes, for a request that fails.
             reason: why this call has to run in two passes, whatever its terms.
@@ -107,42 +212,27 @@ class OnePass:
         Raises:
             SpecError: `server_side` is True, and it has to; or a schedule yields a bad weight.
         """
-        prepared = self.prepare(pipeline, data, step, reason)
+        prepared = yield Action(lambda: self.prepare(pipeline, data, step, reason))
         if prepared is None:
             return None
-        request = list(prepared.batch.data)
+        client, handle, request = self._client, prepared.handle, list(prepared.batch.data)
+        if temperature == 1:
+            send = Action(
+                lambda: client.forward_backward_custom(request, handle),
+                lambda: client.forward_backward_custom_async(request, handle),
+            )
+        else:
+            config = _config_of(handle, temperature)
+            send = Action(
+                lambda: client.forward_backward(request, "custom", config),
+                lambda: client.forward_backward_async(request, "custom", config),
+            )
         with _reported(prepared.call):
-            if temperature == 1:
-                sent = self._client.forward_backward_custom(request, prepared.handle)
-            else:
-                config = _config_of(prepared.handle, temperature)
-                sent = self._client.forward_backward(request, "custom", config)
-        return self._future(sent, prepared, data, pipeline, again)
-
-    async def submit_async(
-        self,
-        pipeline: Pipeline,
-        data: Sequence[Any],
-        step: int,
-        again: TwoPassCall,
-        reason: str | None = None,
-        temperature: float = 1.0,
-    ) -> OnePassFuture | None:
-        """Do the same as `submit`, without blocking the event loop."""
-        prepared = await asyncio.to_thread(self.prepare, pipeline, data, step, reason)
-        if prepared is None:
-            return None
-        request = list(prepared.batch.data)
-        with _reported(prepared.call):
-            if temperature == 1:
-                sent = await self._client.forward_backward_custom_async(request, prepared.handle)
-            else:
-                config = _config_of(prepared.handle, temperature)
-                sent = await self._client.forward_backward_async(request, "custom", config)
+            sent = yield send
         return self._future(sent, prepared, data, pipeline, again)
 
     def prepare(
-        self, pipeline: Pipeline, data: Sequence[Any], step: int, reason: str | None = None
+        self, pipeline: Pipeline, data: Any, step: int, reason: str | None = None
     ) -> PreparedCall | None:
         """Lower and upload the terms of a call; None if it has to run in two passes.
 
@@ -165,7 +255,7 @@ class OnePass:
         return prepared
 
     def _prepare(
-        self, pipeline: Pipeline, data: Sequence[Any], step: int, reason: str | None
+        self, pipeline: Pipeline, data: Any, step: int, reason: str | None
     ) -> PreparedCall:
         if self._server_side is False:
             raise NotLoweredError({"": "server_side is False"})
@@ -190,7 +280,7 @@ class OnePass:
         self,
         sent: Any,
         prepared: PreparedCall,
-        data: Sequence[Any],
+        data: Any,
         pipeline: Pipeline,
         again: TwoPassCall,
     ) -> OnePassFuture:
@@ -226,7 +316,7 @@ class OnePass:
 
 
 def _config_of(handle: Any, temperature: float) -> dict[str, float | str]:
-    """What `forward_backward_custom` sends for an uploaded loss, and the temperature.
+    """Config that `forward_backward_custom` sends for an uploaded loss, and the temperature.
 
     The SDK's method has no argument for it, and its data are those that were lowered for the loss.
     """

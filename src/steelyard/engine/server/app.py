@@ -1,4 +1,4 @@
-"""ASGI application: the routes of the Tinker protocol, and access control."""
+"""The server: its routes of the Tinker protocol, access control, start and stop."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
+import pydantic
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -18,27 +20,27 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from steelyard.engine.server import (
-    future_routes,
     listing_routes,
-    model_routes,
     sampling_routes,
     session_routes,
     training_routes,
 )
-from steelyard.engine.server.hosts import AllowedHosts
-from steelyard.engine.server.http_errors import (
+from steelyard.engine.server.http_messages import (
     FORBIDDEN,
     MISDIRECTED,
     UNAUTHORIZED,
+    json_response,
     one_line,
     to_http_exception,
 )
-from steelyard.engine.server.state import ServerState
-from steelyard.errors import SteelyardError
+from steelyard.engine.server.http_server import AllowedHosts, HttpServer, check_host, listen
+from steelyard.engine.server.state import BaseModels, ServerSettings, ServerState
+from steelyard.engine.service_client import LocalServiceClient
+from steelyard.errors import InputError, SteelyardError
 
 _LOG = logging.getLogger(__name__)
 
-Handler = Callable[[ServerState, Request], Awaitable[Response]]
+Handler = Callable[[ServerState, Request], Awaitable[Response | pydantic.BaseModel | None]]
 _CHECKPOINT = "training_runs/{run}/checkpoints/{checkpoint:path}"
 ROUTES: list[tuple[str, str, Handler]] = [
     ("GET", "healthz", session_routes.healthz),
@@ -50,9 +52,9 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "sessions/{session_id}/finish", session_routes.finish_session),
     ("POST", "create_custom_loss", session_routes.create_custom_loss),
     ("POST", "telemetry", session_routes.telemetry),
-    ("POST", "create_model", model_routes.create_model),
-    ("POST", "get_info", model_routes.get_info),
-    ("POST", "unload_model", model_routes.unload_model),
+    ("POST", "create_model", training_routes.create_model),
+    ("POST", "get_info", training_routes.get_info),
+    ("POST", "unload_model", training_routes.unload_model),
     ("POST", "forward_backward", training_routes.forward_backward),
     ("POST", "optim_step", training_routes.optim_step),
     ("POST", "save_weights", training_routes.save_weights),
@@ -62,9 +64,9 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "join_sampling_session", sampling_routes.join_sampling_session),
     ("POST", "asample", sampling_routes.asample),
     ("GET", "samplers/{sampler_id}", sampling_routes.get_sampler),
-    ("POST", "retrieve_future", future_routes.retrieve_future),
-    ("POST", "retrieve_futures", future_routes.retrieve_futures),
-    ("POST", "cancel_future", future_routes.cancel_future),
+    ("POST", "retrieve_future", session_routes.retrieve_future),
+    ("POST", "retrieve_futures", session_routes.retrieve_futures),
+    ("POST", "cancel_future", session_routes.cancel_future),
     ("GET", "training_runs", listing_routes.list_training_runs),
     ("GET", "training_runs/{run}", listing_routes.get_training_run),
     ("GET", "training_runs/{run}/checkpoints", listing_routes.list_checkpoints),
@@ -145,11 +147,12 @@ class AccessMiddleware:
 
 async def _handle(state: ServerState, handler: Handler, request: Request) -> Response:
     try:
-        return await handler(state, request)
+        result = await handler(state, request)
     except (HTTPException, SteelyardError) as error:
         return _error_response(request, error)
     except Exception as error:  # noqa: BLE001 - one request must not stop the server
         return _internal_error_response(request, error)
+    return result if isinstance(result, Response) else json_response(result)
 
 
 def _error_response(_: Request, error: Exception) -> Response:
@@ -169,3 +172,69 @@ def _internal_error_response(request: Request, error: Exception) -> Response:
         status_code=500,
         headers={"x-should-retry": "false"},
     )
+
+
+class RunningServer:
+    """The engine, the server state and the web server.
+
+    Args:
+        base_models: the names of the models on offer; they are loaded before the server listens.
+        host: the address to listen on.
+        port: the port to listen on; 0 takes a free one.
+        engine: arguments of `LocalServiceClient`.
+        settings: arguments of `ServerSettings`.
+
+    Attributes:
+        base_url: the URL for clients.
+        models: the base models on offer.
+    """
+
+    def __init__(
+        self,
+        base_models: Sequence[str],
+        host: str,
+        port: int,
+        engine: Mapping[str, Any],
+        settings: Mapping[str, Any],
+    ) -> None:
+        limits = _parse_settings(settings)
+        check_host(host, limits.api_key)
+        if not base_models:
+            raise InputError("base_model must name at least one model, got none.")
+        listener, self.base_url = listen(host, port)
+        try:
+            service = LocalServiceClient(**engine)
+            contexts = {name: service.load(name).context for name in base_models}
+            self.models = BaseModels(contexts)
+            self._state = ServerState(service, self.models, limits)
+            self._server = HttpServer(
+                make_app(self._state, AllowedHosts(host, limits.allowed_hosts)),
+                listener,
+                name="steelyard-serve",
+                max_connections=limits.max_connections,
+            )
+        except BaseException:
+            listener.close()
+            raise
+
+    def warm(self) -> None:
+        """Start the process of uploaded losses, without waiting for it.
+
+        The first upload would wait until it has imported torch.
+        """
+        self._state.loss_processes.warm()
+
+    def stop(self) -> None:
+        """Finish the running step, fail the queued requests, and stop listening."""
+        asyncio.run_coroutine_threadsafe(self._state.stop(), self._server.loop).result()
+        self._server.stop()
+
+
+def _parse_settings(settings: Mapping[str, Any]) -> ServerSettings:
+    try:
+        return ServerSettings(**settings)
+    except TypeError as error:
+        known = sorted(ServerSettings.__dataclass_fields__)
+        raise InputError(
+            f"the settings of a server are {known}, got {sorted(settings)}."
+        ) from error

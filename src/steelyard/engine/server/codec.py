@@ -18,17 +18,19 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pydantic
-import zstandard
 from google.protobuf.message import DecodeError
 from starlette.exceptions import HTTPException
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
-from tinker.proto.request_conv import _tensor_data_to_proto as tensor_to_proto
-from tinker.proto.response_conv import _tensor_data_from_proto as tensor_from_proto
 from tinker.types.topk_logprobs import TopkLogprobs
 
-from steelyard.engine.server.futures import PROTOBUF, EncodedResult
-from steelyard.engine.server.http_errors import BAD_REQUEST, TOO_LARGE, BodyTooLarge
+from steelyard.engine.server.http_messages import (
+    BAD_REQUEST,
+    PROTOBUF,
+    TOO_LARGE,
+    BodyTooLarge,
+    EncodedResult,
+)
 from steelyard.errors import InputError
 
 M = TypeVar("M", bound=pydantic.BaseModel)
@@ -38,7 +40,12 @@ _CONTINUATION_BIT = 0x80  # of a byte of a protobuf varint: another byte follows
 _MODEL_ID = re.compile(rb'"model_id"\s*:\s*"([\w:-]{1,200})"', re.ASCII)
 _SEQ_ID = re.compile(rb'"seq_id"\s*:\s*(\d{1,15})\s*[,}]')
 _MAX_RANK = 2  # targets are [T] or [T, K]
-_DTYPES = (pb.DTYPE_FLOAT32, pb.DTYPE_INT64, pb.DTYPE_INT32)
+# Of a tensor on the wire: the type of its numbers, and the SDK's name for it.
+_DTYPES: dict[int, tuple[npt.DTypeLike, types.TensorDtype]] = {
+    pb.DTYPE_FLOAT32: (np.float32, "float32"),
+    pb.DTYPE_INT64: (np.int64, "int64"),
+    pb.DTYPE_INT32: (np.int32, "int64"),
+}
 
 
 @dataclass(frozen=True)
@@ -53,50 +60,6 @@ class RequestBatch:
     backward: bool
 
 
-def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Decompress the body of a request.
-
-    Reads at most `max_bytes` + 1 bytes of output, so that a small body that expands without end
-    cannot fill the memory.
-
-    Raises:
-        HTTPException: the result is too large, or the body is not encoded as it declares.
-    """
-    if encoding in ("", "identity"):
-        return body
-    if encoding != "zstd":
-        raise HTTPException(
-            BAD_REQUEST, f"Content-Encoding must be zstd or identity, got {encoding!r}."
-        )
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-            plain = reader.read(max_bytes + 1)
-    except zstandard.ZstdError as error:
-        raise HTTPException(
-            BAD_REQUEST, f"the body must be zstd, and it is not: {error}"
-        ) from error
-    if len(plain) > max_bytes:
-        raise BodyTooLarge(
-            f"the body must have at most {max_bytes} bytes unpacked, got more.", plain
-        )
-    return plain
-
-
-def parse_json(model: type[M], body: bytes) -> M:
-    """Parse a request in JSON.
-
-    Raises:
-        HTTPException: the body is not a valid `model`.
-    """
-    try:
-        return model.model_validate_json(body)
-    except pydantic.ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(key) for key in first["loc"])
-        where = f"{model.__name__}.{place}" if place else f"a {model.__name__}"
-        raise HTTPException(BAD_REQUEST, f"{where} is not right: {first['msg']}.") from error
-
-
 def hash_json(request: pydantic.BaseModel) -> bytes:
     """Hash of the contents of a request, by which one that is sent again is recognized."""
     contents = json.dumps(request.model_dump(mode="json"), sort_keys=True)
@@ -109,18 +72,34 @@ def hash_batch(message: pb.ForwardBackwardRequest) -> bytes:
     return hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
 
 
+class RequestIds(pydantic.BaseModel):
+    """Model and sequence id of a request that is invalid otherwise."""
+
+    model_id: str
+    seq_id: int
+
+
+def json_ids(body: bytes) -> tuple[str, int] | None:
+    """Model id and sequence id of a request in JSON that is invalid otherwise, if it has both."""
+    try:
+        ids = RequestIds.model_validate_json(body)
+    except pydantic.ValidationError:
+        return None
+    return ids.model_id, ids.seq_id
+
+
 def peek_json_ids(error: BodyTooLarge) -> tuple[str, int] | None:
     """Model id and sequence id from the first and last bytes of a request in JSON.
 
     Returns None if they do not hold both.
     """
-    found = []
+    ids = []
     for pattern in (_MODEL_ID, _SEQ_ID):
         first, last = pattern.search(error.prefix), pattern.findall(error.suffix)
         if first is None and not last:
             return None
-        found.append(last[-1] if first is None else first[1])
-    return found[0].decode(), int(found[1])
+        ids.append(last[-1] if first is None else first[1])
+    return ids[0].decode(), int(ids[1])
 
 
 def parse_batch(body: bytes) -> pb.ForwardBackwardRequest:
@@ -229,14 +208,11 @@ def encode_samples(response: types.SampleResponse) -> EncodedResult:
     if response.topk_prompt_logprobs_np is not None:
         message.topk_prompt_logprobs.CopyFrom(_encode_topk(response.topk_prompt_logprobs_np))
     if response.target_prompt_logprobs is not None:
-        message.target_prompt_logprobs.CopyFrom(tensor_to_proto(response.target_prompt_logprobs))
+        message.target_prompt_logprobs.CopyFrom(_encode_tensor(response.target_prompt_logprobs))
     if response.prompt_alt_tokens is not None:
-        message.prompt_alt_tokens.tokens.CopyFrom(
-            tensor_to_proto(response.prompt_alt_tokens.tokens)
-        )
-        message.prompt_alt_tokens.logprobs.CopyFrom(
-            tensor_to_proto(response.prompt_alt_tokens.logprobs)
-        )
+        drawn = response.prompt_alt_tokens
+        message.prompt_alt_tokens.tokens.CopyFrom(_encode_tensor(drawn.tokens))
+        message.prompt_alt_tokens.logprobs.CopyFrom(_encode_tensor(drawn.logprobs))
     return EncodedResult(message.SerializeToString(), PROTOBUF)
 
 
@@ -282,13 +258,30 @@ def _decode_tensor(index: int, name: str, tensor: pb.Tensor) -> types.TensorData
     if not tensor.shape and tensor.WhichOneof("encoding") == "dense":
         # The SDK sends no shape for a plain list, nor for a scalar: both become vectors.
         tensor.shape.append(len(tensor.dense) // (8 if tensor.dtype == pb.DTYPE_INT64 else 4))
+    numbers, dtype = _DTYPES[tensor.dtype]
+    csr = tensor.sparse_csr if tensor.HasField("sparse_csr") else None
     try:
-        return tensor_from_proto(tensor)
+        return types.TensorData(
+            data=np.frombuffer(tensor.dense if csr is None else csr.values, numbers),
+            dtype=dtype,
+            shape=list(tensor.shape),
+            sparse_crow_indices=None if csr is None else _indices(csr.crow_indices),
+            sparse_col_indices=None if csr is None else _indices(csr.col_indices),
+        )
     except ValueError as error:  # the bytes do not make up the shape
         raise InputError(
             f"{where} must have the numbers that its shape {list(tensor.shape)} asks for, and it "
             f"has not: {error}"
         ) from error
+
+
+def _indices(content: bytes) -> list[int]:
+    return list(np.frombuffer(content, np.int64).tolist())
+
+
+def _encode_tensor(data: types.TensorData) -> pb.Tensor:
+    dtype = pb.DTYPE_INT64 if data.dtype == "int64" else pb.DTYPE_FLOAT32
+    return pb.Tensor(dtype=dtype, shape=data.shape, dense=data.to_numpy().tobytes())
 
 
 def _trailing_shapes(

@@ -9,17 +9,16 @@ from concurrent.futures import Future
 import pydantic
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
 from tinker import types
 
 from steelyard.engine.sampler import MAX_SAMPLES
 from steelyard.engine.sampling_client import LocalSamplingClient
-from steelyard.engine.server import codec, http_bodies
+from steelyard.engine.server import codec
 from steelyard.engine.server.futures import ServerFuture
-from steelyard.engine.server.http_errors import STOPPING, TOO_LARGE, conflict
-from steelyard.engine.server.model_routes import check_path
-from steelyard.engine.server.sampling_sessions import SEQ_IDS_PER_CLONE, SamplingSession
+from steelyard.engine.server.http_messages import STOPPING, TOO_LARGE, conflict
+from steelyard.engine.server.sessions import SEQ_IDS_PER_CLONE, SamplingSession
 from steelyard.engine.server.state import ServerState
+from steelyard.engine.server.training_routes import check_path
 from steelyard.errors import ClosedError, InputError
 
 # Log-probs of other tokens that a request may ask for, for each token of the largest request. Each
@@ -27,11 +26,11 @@ from steelyard.errors import ClosedError, InputError
 _OTHERS_PER_TOKEN = 64
 
 
-async def create_sampling_session(state: ServerState, request: Request) -> Response:
+async def create_sampling_session(
+    state: ServerState, request: Request
+) -> types.CreateSamplingSessionResponse:
     """Create a sampler of saved weights or of a base model."""
-    body = await http_bodies.read_json(
-        request, types.CreateSamplingSessionRequest, state.settings.max_body
-    )
+    body = await state.read(request, types.CreateSamplingSessionRequest)
     state.sessions.get(body.session_id)
     sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
     if sampler_id not in state.samplers:
@@ -42,40 +41,34 @@ async def create_sampling_session(state: ServerState, request: Request) -> Respo
     if state.get_sampler(sampler_id).payload != codec.hash_json(body):
         number = str(body.sampling_session_seq_id)
         raise conflict("sampling_session_seq_id", number, "a sampler", "one of other weights")
-    return http_bodies.json_response(
-        types.CreateSamplingSessionResponse(sampling_session_id=sampler_id)
-    )
+    return types.CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
 
-async def join_sampling_session(state: ServerState, request: Request) -> Response:
+async def join_sampling_session(
+    state: ServerState, request: Request
+) -> types.JoinSamplingSessionResponse:
     """Assign an id to a clone of a sampling client."""
-    body = await http_bodies.read_json(
-        request, types.JoinSamplingSessionRequest, state.settings.max_body
-    )
+    body = await state.read(request, types.JoinSamplingSessionRequest)
     sampler = state.get_sampler(body.sampling_session_id)
     sampler.clones += 1
-    return http_bodies.json_response(
-        types.JoinSamplingSessionResponse(client_counter=sampler.clones)
-    )
+    return types.JoinSamplingSessionResponse(client_counter=sampler.clones)
 
 
-async def get_sampler(state: ServerState, request: Request) -> Response:
+async def get_sampler(state: ServerState, request: Request) -> types.GetSamplerResponse:
     """Describe a sampler.
 
     The base model is named by the path of its tokenizer, as the SDK loads the tokenizer by it.
     """
     sampler = state.get_sampler(request.path_params["sampler_id"])
     base = state.models.find(sampler.base_model).tokenizer
-    return http_bodies.json_response(
-        types.GetSamplerResponse(
-            sampler_id=sampler.sampler_id, base_model=base, model_path=sampler.model_path
-        )
+    return types.GetSamplerResponse(
+        sampler_id=sampler.sampler_id, base_model=base, model_path=sampler.model_path
     )
 
 
-async def asample(state: ServerState, request: Request) -> Response:
+async def asample(state: ServerState, request: Request) -> types.UntypedAPIFuture:
     """Sample continuations of a prompt."""
-    body = await http_bodies.read_json(request, types.SampleRequest, state.settings.max_body)
+    body = await state.read(request, types.SampleRequest)
     if body.sampling_session_id is None or body.seq_id is None:
         raise InputError("sampling_session_id and seq_id must be given.")
     sampler = state.get_sampler(body.sampling_session_id)
@@ -92,7 +85,7 @@ async def asample(state: ServerState, request: Request) -> Response:
     else:
         future.check_repeated("asample", payload)
     sequence_ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
-    return http_bodies.future_response(future, sequence_ids=sequence_ids)
+    return future.reference(sequence_ids=sequence_ids)
 
 
 async def _start(sampler: SamplingSession, body: types.SampleRequest, future: ServerFuture) -> None:

@@ -1,4 +1,4 @@
-"""Server state: sessions, futures, models in training and samplers, and how requests are queued.
+"""Server state: settings, sessions, futures, models in training and samplers; queueing of requests.
 
 Everything in this module runs on the event loop, so that no lock is needed. Requests are
 validated in threads, and models run on the engine's threads.
@@ -9,36 +9,124 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import pydantic
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from tinker import types
 from tinker.types import RequestErrorCategory
 
-from steelyard.engine.server.base_models import BaseModels
-from steelyard.engine.server.futures import (
+from steelyard.engine.model_sources import tokenizer_location
+from steelyard.engine.server.futures import Sequencer, ServerFuture, ServerFutures, failed_result
+from steelyard.engine.server.http_messages import (
+    BAD_REQUEST,
+    FORBIDDEN,
+    STOPPING,
     EncodedResult,
-    ServerFuture,
-    ServerFutures,
-    failed_result,
+    not_found,
+    read_json,
 )
-from steelyard.engine.server.http_errors import FORBIDDEN, STOPPING, not_found
-from steelyard.engine.server.sampling_sessions import SamplingSession, SamplingSessions
-from steelyard.engine.server.sequencer import Sequencer
-from steelyard.engine.server.sessions import Sessions
-from steelyard.engine.server.settings import ServerSettings
-from steelyard.engine.server.uploaded_loss import LossProcess
-from steelyard.engine.service_client import LocalServiceClient
+from steelyard.engine.server.http_server import parse_host
+from steelyard.engine.server.sessions import SamplingSession, SamplingSessions, Sessions
+from steelyard.engine.server.uploaded_loss.loss_process import LossProcesses
+from steelyard.engine.server.uploaded_loss.loss_queue import LossQueue
+from steelyard.engine.service_client import LocalServiceClient, capabilities
 from steelyard.engine.training_client import LocalTrainingClient
+from steelyard.errors import InputError
+from steelyard.spec.checks import is_finite, is_whole
 
+M = TypeVar("M", bound=pydantic.BaseModel)
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 _MAX_CLEANUP_INTERVAL = 5.0
 _SHUTDOWN_GRACE_SECONDS = 1.0
+# Settings in seconds.
+_TIMES = ("client_timeout", "gap_seconds", "keep_seconds", "loss_seconds", "poll_seconds")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Limits and timeouts of a server; the defaults suit one machine and one user.
+
+    Attributes:
+        api_key: the key that clients must send; None accepts every client.
+        allowed_hosts: names by which clients reach the server beside its own, as in the `Host`
+            header; `"*"` allows every name.
+        max_body: the largest body of a request in bytes, both as sent and decompressed.
+        max_tokens: the largest number of tokens in a request; for sampling, generated ones count.
+        max_models: the largest number of models in training at once.
+        max_samplers: the largest number of samplers; the least recently used one is dropped.
+        max_sessions: the largest number of clients at once.
+        max_waiting: the largest number of queued requests of one model.
+        max_rank: the largest rank of an adapter.
+        max_nodes: the largest number of operations in an uploaded loss.
+        max_losses: the largest number of uploaded losses in a session.
+        max_loss_bytes: the largest memory of an uploaded loss, for one datum.
+        max_connections: the number of open connections from which on requests are answered with
+            503, after which the SDK tries again.
+        client_timeout: seconds without a request after which a client's session ends.
+        poll_seconds: seconds for which a request for a pending result is held open.
+        gap_seconds: seconds for which requests wait for a missing earlier one.
+        keep_seconds: seconds for which a result is kept after its first fetch.
+        loss_seconds: seconds that an uploaded loss may take for a batch.
+
+    Raises:
+        InputError: a setting breaks a rule.
+    """
+
+    api_key: str | None = None
+    allowed_hosts: Sequence[str] = ()
+    max_body: int = 64 * 2**20
+    max_tokens: int = 2**20
+    max_models: int = 64
+    max_samplers: int = 64
+    max_sessions: int = 1024
+    max_waiting: int = 1024
+    max_rank: int = 512
+    max_nodes: int = 2048
+    max_losses: int = 128
+    max_loss_bytes: int = 2**30
+    max_connections: int = 768
+    client_timeout: float = 300.0
+    poll_seconds: float = 20.0
+    gap_seconds: float = 60.0
+    keep_seconds: float = 60.0
+    loss_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name in _TIMES and not (is_finite(value) and value > 0):
+                raise InputError(f"{name} must be a finite number > 0, got {value!r}.")
+            if name.startswith("max_") and not is_whole(value, at_least=1):
+                raise InputError(f"{name} must be a whole number >= 1, got {value!r}.")
+        hosts = self.allowed_hosts
+        is_list = isinstance(hosts, Sequence) and not isinstance(hosts, str)
+        if not is_list or not all(map(_is_host, hosts)):
+            raise InputError(
+                f"allowed_hosts must be a list of host names such as ['gpu.example.org'], or "
+                f"['*'] for all, got {hosts!r}."
+            )
+        # The SDK accepts no other keys, and a header carries no other characters as they are.
+        if self.api_key is not None and not _is_key(self.api_key):
+            raise InputError(
+                "api_key must start with 'tml-', as the SDK wants it, and consist of visible ASCII "
+                "characters, got one that does not."
+            )
+
+
+def _is_host(value: object) -> bool:
+    return isinstance(value, str) and (value == "*" or parse_host(value) is not None)
+
+
+def _is_key(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"tml-[!-~]*", value) is not None
 
 
 @dataclass(eq=False)
@@ -76,9 +164,8 @@ class ServerState:
         runs: the models in training, by id.
         samplers: the sampling sessions.
         creating: the ids of the models that are being created.
-        loss_thread: waits for the uploaded losses, one at a time. The engine's thread, where the
-            passes of all models run, does not wait for them.
-        loss_process: runs the uploaded losses.
+        loss_queue: runs the passes of the uploaded losses.
+        loss_processes: run the uploaded losses themselves.
         stopping: whether the server is shutting down.
     """
 
@@ -93,10 +180,18 @@ class ServerState:
         self.runs: dict[str, TrainingRun] = {}
         self.samplers = SamplingSessions(settings.max_samplers)
         self.creating: set[str] = set()
-        self.loss_thread = ThreadPoolExecutor(1, "steelyard-loss")
-        self.loss_process = LossProcess()
+        self.loss_queue = LossQueue()
+        self.loss_processes = LossProcesses()
         self.stopping = False
         self._tasks: set[asyncio.Task[object]] = set()
+
+    async def read(self, request: Request, model: type[M]) -> M:
+        """Read a request in JSON.
+
+        Raises:
+            HTTPException: the body is too large or not a valid `model`.
+        """
+        return await read_json(request, model, self.settings.max_body)
 
     def get_run(self, model_id: str) -> TrainingRun:
         """Return a model in training and record that its client is alive.
@@ -161,7 +256,12 @@ class ServerState:
             return future
         future = run.sequencer.create_future(seq_id, request_type, run.session_id, payload)
 
+        # Three stages, as a request waits twice: `prepare` runs now and waits for `validate` in a
+        # thread, while requests after it are validated too. The sequencer runs `start` when its
+        # turn comes. That hands `call` to the engine, whose thread runs it.
         def start(call: Callable[[], Future[T]]) -> Future[T] | None:
+            if self.stopping:  # it came after `stop` had cancelled the ones before it
+                future.cancel(STOPPING, RequestErrorCategory.Server)
             engine_future = start_call(future, call, encode)
             return engine_future if exclusive else None
 
@@ -244,11 +344,13 @@ class ServerState:
         """Finish the running requests, fail the queued ones and close the engine."""
         self.stopping = True
         pending = any(future.result is None for future in self.futures)
-        for future in self.futures:
+        # Those that were handed to the engine last first: it goes on meanwhile, and must not run a
+        # request of which an earlier one was cancelled.
+        for future in sorted(self.futures, key=lambda future: future.start_number, reverse=True):
             future.cancel(STOPPING, RequestErrorCategory.Server)
         # First the losses: one that runs still needs the engine.
-        await asyncio.to_thread(self.loss_thread.shutdown, wait=True, cancel_futures=True)
-        await asyncio.to_thread(self.loss_process.close)
+        await asyncio.to_thread(self.loss_queue.close)
+        await asyncio.to_thread(self.loss_processes.close)
         await asyncio.to_thread(self.service.close, "success")
         for future in self.futures:
             future.settle(failed_result(STOPPING, RequestErrorCategory.Server))
@@ -281,3 +383,50 @@ def start_call(
         return None
     future.settle_from(engine_future, encode)
     return engine_future
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A base model on offer.
+
+    Attributes:
+        name: the name with which the server was started.
+        tokenizer: the path or Hub name of its tokenizer; clients can name the model by it too.
+        context: the largest number of tokens in a sequence.
+    """
+
+    name: str
+    tokenizer: str
+    context: int
+
+
+class BaseModels:
+    """The base models on offer.
+
+    Args:
+        contexts: the context length of each model, by name.
+    """
+
+    def __init__(self, contexts: Mapping[str, int]) -> None:
+        self.offered = [
+            BaseModel(name, tokenizer_location(name), context) for name, context in contexts.items()
+        ]
+
+    def find(self, name: str) -> BaseModel:
+        """Base model with a name or a tokenizer path.
+
+        Raises:
+            HTTPException: no such model is on offer.
+        """
+        for model in self.offered:
+            if name in (model.name, model.tokenizer):
+                return model
+        names = ", ".join(model.name for model in self.offered)
+        raise HTTPException(
+            BAD_REQUEST,
+            f"base_model must be one that this server was started with ({names}), got {name!r}.",
+        )
+
+    def capabilities(self) -> types.GetServerCapabilitiesResponse:
+        """Response that lists the models for the SDK."""
+        return capabilities({model.name: model.context for model in self.offered})

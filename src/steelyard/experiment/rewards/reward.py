@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from steelyard.errors import ConfigError, SpecError, TermError
-from steelyard.execution import default_workers
-from steelyard.experiment.build_parts import import_modules, locate_errors
-from steelyard.experiment.config import Config
-from steelyard.experiment.config_rollouts import RewardConfig
-from steelyard.experiment.config_secrets import resolve_secrets
-from steelyard.experiment.config_weights import MAX_CHECKED_STEPS, range_of, schedule_of
-from steelyard.spec import (
-    RunIn,
-    Schedule,
-    build,
-    check_placement,
-    check_run_in,
-    describe,
-    did_you_mean,
-    is_async,
-    lookup,
-    registered,
-    rejects,
-    split_placement,
-    title,
-    weight_at,
-)
+from steelyard.execution.workers import default_workers
+from steelyard.experiment.config.reading import import_modules, locate_errors
+from steelyard.experiment.config.schema import Config, RewardConfig
+from steelyard.experiment.config.secrets import resolve_secrets
+from steelyard.experiment.config.weights import MAX_CHECKED_STEPS, range_of, schedule_of
+from steelyard.spec.error_messages import describe, did_you_mean, title
+from steelyard.spec.protocol import Schedule, is_async, options_of, rejects
+from steelyard.spec.registry import build, lookup, registered
+from steelyard.spec.regularizer import RunIn, check_resources, check_run_in
+from steelyard.spec.weights import weight_at
 
 _PACKAGE = "steelyard.experiment.rewards"
 # Names of the ready-made rewards in config files.
 REWARDS = {
-    "exact_match": f"{_PACKAGE}.text_match:ExactMatch",
-    "regex_match": f"{_PACKAGE}.text_match:RegexMatch",
-    "number_match": f"{_PACKAGE}.text_match:NumberMatch",
-    "length": f"{_PACKAGE}.text_form:Length",
-    "valid_json": f"{_PACKAGE}.text_form:ValidJSON",
-    "logic": f"{_PACKAGE}.logic_check:LogicCheck",
-    "http_validation": f"{_PACKAGE}.http_validation:HttpValidation",
-    "reward_model": f"{_PACKAGE}.reward_model:RewardModel",
+    "exact_match": f"{_PACKAGE}.text:ExactMatch",
+    "regex_match": f"{_PACKAGE}.text:RegexMatch",
+    "number_match": f"{_PACKAGE}.text:NumberMatch",
+    "length": f"{_PACKAGE}.text:Length",
+    "valid_json": f"{_PACKAGE}.text:ValidJSON",
+    "logic": f"{_PACKAGE}.judges:LogicCheck",
+    "http_validation": f"{_PACKAGE}.judges:HttpValidation",
+    "reward_model": f"{_PACKAGE}.judges:RewardModel",
+    "reasoning_gym": f"{_PACKAGE}.judges:TaskScore",
 }
 _RULE = (
     f"use must be a ready-made reward ({', '.join(REWARDS)}), a registered name or "
@@ -58,17 +46,19 @@ class Reward:
         name: unique among the rewards of a run.
         fn: called as `fn(record, answer, **options)`; may be async.
         weight: a number >= 0, or a schedule of them.
-        options: keyword arguments of each call; with `run_in="ray"`, `num_cpus`, `num_gpus`,
-            `resources` and `runtime_env` are those of the Ray tasks instead.
+        options: keyword arguments of each call.
+        resources: of its tasks, with `run_in="ray"`, as for a `RegularizerSpec`.
         run_in: where it runs; `"auto"` is the `run_in` of `fn`, if it has one; else the event loop
             if it is async, and a thread if not.
         timeout: seconds that one answer may take; None: that of the run.
         on_error: whether a failure drops the answer or fails the run.
         enabled: whether it counts; one that does not is still measured.
+        gate: name of a reward; this one counts where that is above 0, and is 0 elsewhere.
+        scale_by: name of a reward; this one is multiplied by the mean of that over its group.
 
     Raises:
-        SpecError: `fn` cannot be called with a record, an answer and the options, or cannot run in
-            that place.
+        SpecError: `fn` cannot be called with a record, an answer and the options, or the executor
+            of `run_in` cannot run it.
 
     Example:
         >>> from steelyard import schedules
@@ -82,10 +72,13 @@ class Reward:
     fn: Callable[..., Any]
     weight: float | Schedule = 1.0
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    resources: Mapping[str, Any] = field(default_factory=dict, hash=False)
     run_in: RunIn = "auto"
     timeout: float | None = None
     on_error: Literal["drop", "raise"] = "drop"
     enabled: bool = True
+    gate: str = ""
+    scale_by: str = ""
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -99,23 +92,14 @@ class Reward:
         if self.run_in == "auto" and isinstance(preferred, str) and stoppable:
             object.__setattr__(self, "run_in", preferred)
         check_run_in(self.run_in, self.fn, self.timeout, self.title)
-        check_placement(self.placement, self.title)
-        reason = rejects(self.fn, self.call_options)
+        check_resources(self.resources, self.run_in, self.title)
+        given = ("scores",) if self.takes_scores else ()
+        reason = rejects(self.fn, (*self.options, *given))
         if reason is not None:
             raise SpecError(
-                f"a reward must accept (record, answer) and the options {list(self.call_options)}: "
+                f"a reward must accept (record, answer) and the options {list(self.options)}: "
                 f"{reason} ({self.title})."
             )
-
-    @property
-    def call_options(self) -> dict[str, Any]:
-        """The keyword arguments of each call: the options without those of Ray tasks."""
-        return split_placement(self.run_in, self.options)[0]
-
-    @functools.cached_property
-    def placement(self) -> dict[str, Any]:
-        """The options of its Ray tasks, such as `num_gpus`; empty if it runs elsewhere."""
-        return split_placement(self.run_in, self.options)[1]
 
     @property
     def title(self) -> str:
@@ -123,11 +107,41 @@ class Reward:
         return title(self.name, "reward")
 
     @property
-    def place(self) -> str:
-        """Place where it runs: `"inline"` or the name of an executor."""
+    def executor(self) -> str:
+        """Where it runs: `"inline"` or the name of an executor."""
         if self.run_in != "auto":
             return self.run_in
         return "async" if is_async(self.fn) else "thread"
+
+    @property
+    def takes_scores(self) -> bool:
+        """Whether `fn` takes the values of other rewards, as its argument `scores`."""
+        if "scores" in self.options:
+            return False
+        try:
+            return "scores" in options_of(self.fn)
+        except (TypeError, ValueError):  # builtins and some C functions show no signature
+            return False
+
+    @property
+    def named(self) -> list[tuple[str, str]]:
+        """Names of other rewards that it is given by, each with the key that names it."""
+        declared = getattr(self.fn, "reads_scores", ()) if self.takes_scores else ()
+        keys = [("gate", self.gate), ("scale_by", self.scale_by)]
+        return [(key, name) for key, name in keys if name] + [
+            ("reads_scores", str(name)) for name in declared
+        ]
+
+    def reads_scores(self, names: Sequence[str]) -> list[str]:
+        """Those of `names` whose values `fn` takes: those that it declares, or all others."""
+        if not self.takes_scores:
+            return []
+        declared = getattr(self.fn, "reads_scores", None)
+        return list(declared) if declared else [name for name in names if name != self.name]
+
+    def reads(self, names: Sequence[str]) -> list[str]:
+        """Those of `names` whose values must be known before its own."""
+        return list(dict.fromkeys([*(name for _, name in self.named), *self.reads_scores(names)]))
 
     def weight_at(self, step: int) -> float:
         """Weight at a step; 0 if it is not enabled.
@@ -147,7 +161,7 @@ class Reward:
             TermError: it cannot be loaded.
         """
         load = getattr(self.fn, "load", None)
-        if not callable(load) or self.place not in ("inline", "thread", "async"):
+        if not callable(load) or self.executor not in ("inline", "thread", "async"):
             return
         try:
             load()
@@ -157,6 +171,77 @@ class Reward:
                 f"{describe(error)}",
                 term=self.name,
             ) from error
+
+
+@dataclass(frozen=True)
+class Score:
+    """Result of one reward for one answer: either a value, or the reason why there is none.
+
+    Attributes:
+        value: the reward.
+        error: the reason why there is none, without the name of the reward.
+        cause: the exception behind it.
+        seconds: duration of the call.
+    """
+
+    value: float | None = None
+    error: str | None = None
+    cause: BaseException | None = field(default=None, compare=False, repr=False)
+    seconds: float = field(default=0.0, compare=False, repr=False)
+
+
+def in_order(rewards: Sequence[Reward]) -> list[list[Reward]]:
+    """Divide rewards into lists, so that each reads only rewards of lists before its own.
+
+    Raises:
+        SpecError: a reward reads one that there is not, or two read each other.
+
+    Example:
+        >>> def short(record, answer):
+        ...     return 1.0
+        >>> rewards = [Reward("short", short, gate="right"), Reward("right", short)]
+        >>> [[reward.name for reward in together] for together in in_order(rewards)]
+        [['right'], ['short']]
+    """
+    names = [reward.name for reward in rewards]
+    read = {reward.name: reward.reads(names) for reward in rewards}
+    for reward in rewards:
+        for key, name in reward.named:
+            if name not in names:
+                others = [other for other in names if other != reward.name]
+                raise SpecError(
+                    f"{key} must be the name of another reward, {_listed(others)}, got {name!r}"
+                    f"{did_you_mean(name, others) or '.'} ({reward.title})"
+                )
+    left, done = list(rewards), set[str]()
+    ordered: list[list[Reward]] = []
+    while left:
+        ready = [reward for reward in left if done.issuperset(read[reward.name])]
+        if not ready:
+            raise SpecError(_describe_cycle(left[0], read, done))
+        ordered.append(ready)
+        done |= {reward.name for reward in ready}
+        left = [reward for reward in left if reward not in ready]
+    return ordered
+
+
+def _describe_cycle(first: Reward, read: Mapping[str, Sequence[str]], done: set[str]) -> str:
+    seen: list[str] = [first.name]
+    while True:
+        following = next(name for name in read[seen[-1]] if name not in done)
+        if following in seen:
+            cycle = [*seen[seen.index(following) :], following]
+            break
+        seen.append(following)
+    return (
+        f"no reward may depend on itself, and one does: {' reads '.join(map(repr, cycle))}: remove "
+        f"a gate or a scale_by, or declare the rewards that a function takes as scores by an "
+        f"attribute reads_scores."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"one of {', '.join(map(repr, names))}" if names else "and there is none"
 
 
 def build_rewards(config: Config) -> tuple[Reward, ...]:
@@ -169,33 +254,38 @@ def build_rewards(config: Config) -> tuple[Reward, ...]:
     import_modules(config)
     rewards: dict[str, Reward] = {}
     for number, entry in enumerate(config.rewards, 1):
-        prepare = functools.partial(_build, entry, config.train.steps, rewards)
-        reward = locate_errors(f"[[rewards]] #{number}", prepare)
-        rewards[reward.name] = reward
+        with locate_errors(f"[[rewards]] #{number}"):
+            reward = _build(entry)
+            if reward.name in rewards:
+                raise ConfigError(
+                    f"name must be unique, and {reward.name!r} stands twice: give it another"
+                )
+            check_weights(reward, config.train.steps)
+            _prepare(reward)
+            rewards[reward.name] = reward
+    with locate_errors("[[rewards]]"):
+        in_order(list(rewards.values()))
     return tuple(rewards.values())
 
 
-def _build(entry: RewardConfig, steps: int, others: Mapping[str, Reward]) -> Reward:
+def _build(entry: RewardConfig) -> Reward:
     if range_of(entry.weight) is not None:
         raise ConfigError("weight must be a number or a schedule to train with, got a range")
     _check_use(entry.use)
-    own, placement = split_placement(entry.run_in, resolve_secrets(entry.options))
-    fn, options = build(REWARDS.get(entry.use, entry.use), own)
-    reward = Reward(
+    fn, options = build(REWARDS.get(entry.use, entry.use), resolve_secrets(entry.options))
+    return Reward(
         name=entry.name or _own_name(fn) or entry.use.rpartition(":")[2],
         fn=fn,
         weight=schedule_of(entry.weight),
-        options={**options, **placement},
+        options=options,
+        resources=resolve_secrets(entry.resources, key="resources"),
         run_in=entry.run_in,
         timeout=entry.timeout,
         on_error=entry.on_error,
         enabled=entry.enabled,
+        gate=entry.gate,
+        scale_by=entry.scale_by,
     )
-    if reward.name in others:
-        raise ConfigError(f"name must be unique, and {reward.name!r} stands twice: give it another")
-    check_weights(reward, steps)
-    _prepare(reward)
-    return reward
 
 
 def _check_use(use: str) -> None:
@@ -211,7 +301,7 @@ def _check_use(use: str) -> None:
 
 
 def _is_regularizer(thing: Any) -> bool:
-    """Whether an object, or what a class builds, has `compute` and cannot be called."""
+    """Return whether an object, or what a class builds, has `compute` and cannot be called."""
     cls = thing if inspect.isclass(thing) else type(thing)
     callable_ = any("__call__" in vars(base) for base in cls.__mro__)
     return hasattr(cls, "compute") and not callable_
@@ -234,15 +324,15 @@ def check_weights(reward: Reward, steps: int) -> None:
 
 
 def _prepare(reward: Reward) -> None:
-    """Check that the reward can run in its place, before the first step."""
-    if reward.place == "inline":
+    """Check that its executor can run the reward, before the first step."""
+    if reward.executor == "inline":
         return
-    executor = default_workers().executors[reward.place]
+    executor = default_workers().executors[reward.executor]
     try:
-        executor.prepare(reward.name, (reward.fn, reward.call_options))
+        executor.prepare(reward.name, (reward.fn, reward.options))
     except TermError as error:
         why = describe(error.__cause__ or error)
         raise ConfigError(
-            f"run_in must be a place where the reward can run, and {reward.place!r} is none: {why} "
-            f"({reward.title}): leave out what cannot be pickled, or use run_in = 'thread'."
+            f"run_in must be a place where the reward can run, and {reward.executor!r} is none: "
+            f"{why} ({reward.title}): leave out what cannot be pickled, or use run_in = 'thread'."
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,56 +13,80 @@ from typing import Any, cast
 import numpy as np
 from tinker import types
 
+from steelyard.composition.advantages import fewest_answers
 from steelyard.errors import RunError
-from steelyard.experiment.backend import Backend
-from steelyard.experiment.batching import batch, split
-from steelyard.experiment.build_terms import Terms
-from steelyard.experiment.config import Config
-from steelyard.experiment.config_rollouts import RolloutsConfig
-from steelyard.experiment.data_source import StepData, TrainingBatch
-from steelyard.experiment.dataset import CHATS
-from steelyard.experiment.encoding import Encoder
-from steelyard.experiment.failure_log import FailureLog
-from steelyard.experiment.held_out import evaluate_terms
-from steelyard.experiment.rewards import LARGEST, Score, score
-from steelyard.experiment.rollouts.advantages import advantages, fewest_answers
-from steelyard.experiment.rollouts.answer_data import add_base_logprobs, datum_of
+from steelyard.experiment.config.schema import (
+    Config,
+    RolloutsConfig,
+    SourceConfig,
+    sources_of,
+)
+from steelyard.experiment.data.batches import CHATS, mixed_batch, split
+from steelyard.experiment.data.encoding import Encoder
+from steelyard.experiment.data.files import (
+    Prompt,
+    check_prompt_fields,
+    read_prompts,
+    report_skipped,
+)
+from steelyard.experiment.data.record_sources import Lines, digest_of_lines, file_lines, lines_of
+from steelyard.experiment.data.source import StepData, TrainingBatch
+from steelyard.experiment.model.backend import Backend
+from steelyard.experiment.rewards.reward import Score
+from steelyard.experiment.rewards.scoring import LARGEST, score
 from steelyard.experiment.rollouts.answers import (
     Answer,
     ScoredAnswer,
+    add_base_logprobs,
+    compare_answers,
+    datum_of,
     sample_answers,
     seeds_of,
 )
-from steelyard.experiment.rollouts.prompt_fields import check_prompt_fields
-from steelyard.experiment.rollouts.prompts import Prompt, read_prompts
-from steelyard.experiment.rollouts.rollout_metrics import (
+from steelyard.experiment.rollouts.metrics import (
     group_metrics,
     held_out_metrics,
     kl_metric,
     reward_metrics,
+    reward_seconds,
 )
-from steelyard.experiment.run_dir import RunFolder
-from steelyard.spec import title
+from steelyard.experiment.run.folder import RunFolder
+from steelyard.experiment.run.log import RunLog
+from steelyard.experiment.training.held_out import evaluate_held_out
+from steelyard.experiment.training.terms import Terms
+from steelyard.spec.error_messages import title
 
 # Held-out answers have the seeds of a step that no run reaches: the same at every evaluation.
 _EVALUATION = 2**32 - 1
 
 
-def check_prompts(settings: RolloutsConfig, encoder: Encoder, terms: Terms) -> None:
-    """Check the lines of the prompts files, but for their length, which needs the model.
+def check_prompts(settings: RolloutsConfig, encoder: Encoder, terms: Terms, seed: int) -> None:
+    """Check the prompts, but for their length, which needs the model.
+
+    Args:
+        settings: name the prompts.
+        encoder: encodes them.
+        terms: the terms and rewards that read them.
+        seed: of tasks without one.
 
     Raises:
         DataError: a line is invalid and `rollouts.skip_bad` is False, or lacks what a term or a
             reward reads.
         ConfigError: a term reads pairs.
     """
-    files = [settings.prompts]
-    files += [settings.held_out] if isinstance(settings.held_out, str) else []
-    for path in files:
-        found, _ = read_prompts(
-            path, encoder, max_tokens=0, context=None, skip_bad=settings.skip_bad
+    sources = sources_of(settings.prompts)
+    sources += sources_of(settings.held_out) if isinstance(settings.held_out, str) else []
+    for source in sources:
+        lines = prompt_lines(source, seed)
+        prompts, _ = read_prompts(
+            lines, encoder, max_tokens=0, context=None, skip_bad=settings.skip_bad
         )
-        check_prompt_fields(terms, found, path)
+        check_prompt_fields(terms, prompts, lines.title)
+
+
+def prompt_lines(source: SourceConfig, seed: int) -> Lines:
+    """Lines of a source of prompts."""
+    return file_lines(source.use) if source.is_file else lines_of(source, "answer", seed)
 
 
 def open_rollouts(
@@ -70,8 +94,7 @@ def open_rollouts(
     terms: Terms,
     backend: Backend,
     run: RunFolder,
-    say: Callable[[str], None],
-    failure_log: FailureLog,
+    log: RunLog,
 ) -> Rollouts:
     """Read and check the prompts of a run.
 
@@ -82,49 +105,45 @@ def open_rollouts(
     settings = cast("RolloutsConfig", config.rollouts)  # this run has one
     encoder = Encoder(backend.tokenizer, 0, settings.chat)  # prompts are not truncated
 
-    def read(path: str) -> list[Prompt]:
+    def read(number: int, source: SourceConfig) -> list[Prompt]:
+        lines = prompt_lines(source, config.train.seed)
         prompts, skipped = read_prompts(
-            path,
+            lines,
             encoder,
             max_tokens=settings.max_tokens,
             context=backend.context_length,
             skip_bad=settings.skip_bad,
         )
-        if skipped:
-            count = len(skipped)
-            say(f"{count} bad line{'s' * (count > 1)} left out, the first: {skipped[0]}")
-        check_prompt_fields(terms, prompts, path)
-        return prompts
+        report_skipped(skipped, log.say)
+        check_prompt_fields(terms, prompts, lines.title)
+        if not source.is_file:
+            key = lines.title if lines.title not in digests else f"{lines.title} #{number + 1}"
+            digests[key] = digest_of_lines(lines)
+        return [replace(prompt, source=number) for prompt in prompts]
 
-    prompts = read(settings.prompts)
+    digests: dict[str, str] = {}
+    sources = sources_of(settings.prompts)
+    prompts = [prompt for number, source in enumerate(sources) for prompt in read(number, source)]
     if isinstance(settings.held_out, str):
-        held_out = read(settings.held_out)
-        run.hold_data([settings.prompts, settings.held_out])
+        held_out = read(0, SourceConfig(use=settings.held_out))
     else:
-        seed = config.train.seed if settings.split_seed is None else settings.split_seed
-        prompts, held_out = split(prompts, settings.held_out, seed)
-        run.hold_data([settings.prompts])
-    if encoder.is_chat and any("messages" not in each.record for each in (*prompts, *held_out)):
-        say(CHATS.format("rollouts"))
-    say(f"{len(prompts)} prompts to train on, {len(held_out)} held out")
+        prompts, held_out = split(prompts, settings.held_out, config.split_seed)
+    run.hold_data(config.data_files, digests)
+    if encoder.is_chat and any("messages" not in prompt.record for prompt in (*prompts, *held_out)):
+        log.say(CHATS.format("rollouts"))
+    log.say(f"{len(prompts)} prompts to train on, {len(held_out)} held out")
     if settings.top_p < 1:
-        say(truncation_warning(settings))
+        log.say(
+            f"warning: rollouts.top_p = {settings.top_p:g} samples from a part of the vocabulary, "
+            f"and log-probs are those of the whole distribution at temperature "
+            f"{settings.policy_temperature:g}, when the answers are sampled and when they are "
+            f"trained on: ratios and terms are of a policy that the answers were not quite sampled "
+            f"from. Set rollouts.top_p = 1 to sample from it"
+        )
     # The first step takes a while, and nothing else is said until it is done.
-    say(f"sampling answers: {settings.group_size} to each of {settings.per_step} prompts a step")
-    return Rollouts(
-        config, settings, terms, backend, run, say, encoder, prompts, held_out, failure_log
-    )
-
-
-def truncation_warning(settings: RolloutsConfig) -> str:
-    """Sentence on what the log-probs of answers that are sampled with a `top_p` below 1 are of."""
-    return (
-        f"warning: rollouts.top_p = {settings.top_p:g} samples from a part of the vocabulary, and "
-        f"log-probs are those of the whole distribution at temperature "
-        f"{settings.policy_temperature:g}, when the answers are sampled and when they are trained "
-        f"on: ratios and terms are of a policy that the answers were not quite sampled from. Set "
-        f"rollouts.top_p = 1 to sample from it"
-    )
+    answers = f"{settings.group_size} to each of {settings.per_step} prompts a step"
+    log.say(f"sampling answers: {answers}")
+    return Rollouts(config, settings, terms, backend, run, log, encoder, prompts, held_out)
 
 
 @dataclass(frozen=True)
@@ -137,11 +156,10 @@ class Rollouts:
         terms: base loss, regularizers and rewards.
         backend: the model.
         run: run folder, to which the answers are written.
-        say: called with messages about dropped answers.
+        log: gets messages about dropped answers, and where rewards failed.
         encoder: encodes prompts.
         prompts: prompts to train on.
         held_out: prompts to evaluate on.
-        failure_log: records where rewards failed.
     """
 
     config: Config
@@ -149,11 +167,10 @@ class Rollouts:
     terms: Terms
     backend: Backend
     run: RunFolder
-    say: Callable[[str], None]
+    log: RunLog
     encoder: Encoder
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
-    failure_log: FailureLog
 
     def step_data(self, step: int) -> StepData:
         """Sample, score and compare answers to the prompts of this step.
@@ -162,27 +179,35 @@ class Rollouts:
             RunError: no group has enough answers left to be compared.
         """
         settings, seed = self.settings, self.config.train.seed
-        chosen = batch(step, settings.per_step, len(self.prompts), seed)
+        sources = [prompt.source for prompt in self.prompts]
+        weights = [source.weight for source in sources_of(settings.prompts)]
+        chosen = mixed_batch(step, settings.per_step, sources, weights, seed)
         seeds = seeds_of(self._sampling_seed, step, len(chosen))
         clock = _Clock()
         sampled = sample_answers(
             self.backend, [self.prompts[index] for index in chosen], settings, seeds
         )
         seconds = {"rollouts/sample_seconds": clock.lap()}
-        groups = [self._compare(group) for group in self._score(sampled, step)]
+        groups = compare_answers(
+            self._score(sampled, step),
+            self.terms.reward_weights(step),
+            settings.advantage,
+            normalize=settings.normalize,
+        )
         seconds["rollouts/reward_seconds"] = clock.lap()
         self._write(groups, step)
         data = self._data(groups, step)
         if self.terms.reads_reference:
             data = add_base_logprobs(data, self.backend, settings.policy_temperature)
             seconds["rollouts/reference_seconds"] = clock.lap()
-        scored = [each for group in groups for each in group]
-        tokens = sum(len(each.answer.tokens) for each in scored)
+        answers = [scored for group in groups for scored in group]
+        tokens = sum(len(scored.answer.tokens) for scored in answers)
         return StepData(
             self._batches(groups, data),
             {
-                **reward_metrics(self.terms.rewards, scored, step),
-                **group_metrics(groups, settings.advantage),
+                **reward_metrics(self.terms.rewards, answers, step),
+                **group_metrics(groups),
+                **reward_seconds(answers, seconds["rollouts/reward_seconds"]),
                 **kl_metric(data),
                 "rollouts/tokens_per_second": tokens / seconds["rollouts/sample_seconds"],
                 **seconds,
@@ -196,7 +221,7 @@ class Rollouts:
         runs at different temperatures are compared on one scale.
         """
         if not self.held_out:
-            return {}
+            return self._evaluate_terms([], [])
         settings = self.settings.model_copy(update={"temperature": 1.0})
         sampled = sample_answers(
             self.backend,
@@ -207,18 +232,28 @@ class Rollouts:
         )
         groups = self._score(sampled, step)
         self._write(groups, step, held_out=True)
-        scored = [each for group in groups for each in group]
-        metrics: dict[str, Any] = dict(held_out_metrics(self.terms.rewards, scored, step))
-        data = [datum_of(each) for each in scored if each.reward is not None]
-        if data and self.terms.specs:
-            if self.terms.reads_reference or self.terms.measures_reference:
-                data = add_base_logprobs(data, self.backend)
-            lines = TrainingBatch(data, self._held_out_file, _origins(groups))
-            timeout = self.config.train.timeout
-            metrics |= evaluate_terms(
-                self.backend, data, self.terms.specs, timeout, add_line=lines.add_line
-            )
-        return metrics
+        answers = [scored for group in groups for scored in group]
+        metrics: dict[str, Any] = dict(held_out_metrics(self.terms.rewards, answers, step))
+        data = [datum_of(scored) for scored in answers if scored.reward is not None]
+        return metrics | self._evaluate_terms(data, _origins(groups))
+
+    def _evaluate_terms(
+        self, data: Sequence[types.Datum], origins: Sequence[tuple[int, str]]
+    ) -> dict[str, Any]:
+        """Values of the terms on answers, and of those with data of their own on these."""
+        if not self.terms.specs:
+            return {}
+        if data and (self.terms.reads_reference or self.terms.measures_reference):
+            data = add_base_logprobs(data, self.backend)
+        lines = TrainingBatch(list(data), self._held_out_file, origins)
+        return evaluate_held_out(
+            self.backend,
+            data,
+            self.terms,
+            self.config.train.timeout,
+            with_loss=False,
+            add_line=lines.add_line,
+        )
 
     def held_out_data(self) -> Sequence[types.Datum]:
         """No data: there are no answers before they are sampled."""
@@ -244,8 +279,15 @@ class Rollouts:
     @property
     def _held_out_file(self) -> str:
         settings = self.settings
-        separate = isinstance(settings.held_out, str)
-        return Path(str(settings.held_out) if separate else settings.prompts).name
+        return Path(settings.held_out).name if isinstance(settings.held_out, str) else self._file
+
+    @property
+    def _file(self) -> str:
+        """Name of the prompts in messages; lines of several sources are numbered in each."""
+        return ", ".join(
+            Path(source.use).name if source.is_file else source.use
+            for source in sources_of(self.settings.prompts)
+        )
 
     @property
     def _sampling_seed(self) -> int:
@@ -255,51 +297,51 @@ class Rollouts:
     def _score(self, groups: Sequence[Sequence[Answer]], step: int) -> list[list[ScoredAnswer]]:
         rewards, timeout = self.terms.rewards, self.config.train.timeout
         answers = [answer for group in groups for answer in group if answer.tokens]
-        found = score(rewards, [(a.prompt.record, a.text) for a in answers], timeout=timeout)
-        weights = {each.name: each.weight_at(step) for each in rewards if each.enabled}
-        self._report_failures(found, step)
+        scores_of = score(
+            rewards,
+            [(answer.prompt.record, answer.text) for answer in answers],
+            timeout=timeout,
+            groups=[answer.group for answer in answers],
+        )
+        weights = self.terms.reward_weights(step)
+        self._report_failures(scores_of, step)
         rows = (
-            {name: scores[index] for name, scores in found.items()} for index in range(len(answers))
+            {name: scores[index] for name, scores in scores_of.items()}
+            for index in range(len(answers))
         )
         return [
             [_scored(answer, next(rows) if answer.tokens else {}, weights) for answer in group]
             for group in groups
         ]
 
-    def _report_failures(self, found: Mapping[str, Sequence[Score]], step: int) -> None:
-        for name, scores in found.items():
-            for each in scores:
-                if each.cause is not None:
-                    self.failure_log.record(title(name, "reward"), each.cause)
-            reasons = Counter(each.error for each in scores if each.error is not None)
+    def _report_failures(self, scores_of: Mapping[str, Sequence[Score]], step: int) -> None:
+        for name, scores in scores_of.items():
+            for result in scores:
+                if result.cause is not None:
+                    self.log.record(title(name, "reward"), result.cause)
+            reasons = Counter(result.error for result in scores if result.error is not None)
             for reason, count in reasons.items():
                 answers = f"{count} answer{'s' * (count > 1)}"
-                self.say(f"step {step}: reward {name!r} failed for {answers}: {reason}")
-
-    def _compare(self, group: Sequence[ScoredAnswer]) -> list[ScoredAnswer]:
-        settings = self.settings
-        left = [each.reward for each in group if each.reward is not None]
-        found = iter(advantages(left, settings.advantage, normalize=settings.normalize))
-        return [
-            each if each.reward is None else replace(each, advantage=next(found)) for each in group
-        ]
+                self.log.say(f"step {step}: reward {name!r} failed for {answers}: {reason}")
 
     def _data(self, groups: Sequence[Sequence[ScoredAnswer]], step: int) -> list[types.Datum]:
         needed = fewest_answers(self.settings.advantage)
-        left = [sum(each.reward is not None for each in group) for group in groups]
+        left = [sum(scored.reward is not None for scored in group) for group in groups]
         if max(left) < needed:
             raise RunError(
                 f"at least one group of step {step} must have {needed} answers with rewards, and "
                 f"none has: see log.txt for the reasons, and rollouts.jsonl for the answers."
             )
-        return [datum_of(each) for group in groups for each in group if each.reward is not None]
+        return [
+            datum_of(scored) for group in groups for scored in group if scored.reward is not None
+        ]
 
     def _batches(
         self, groups: Sequence[Sequence[ScoredAnswer]], data: Sequence[types.Datum]
     ) -> list[TrainingBatch]:
         """One batch for each substep, with whole groups."""
         rest = iter(data)
-        file = Path(self.settings.prompts).name
+        file = self._file
         batches = []
         for part in np.array_split(np.arange(len(groups)), self.settings.substeps):
             kept = _origins([groups[index] for index in part])
@@ -311,24 +353,24 @@ class Rollouts:
         self, groups: Sequence[Sequence[ScoredAnswer]], step: int, *, held_out: bool = False
     ) -> None:
         self.run.append_rollouts(
-            [record_of(each, step, held_out=held_out) for group in groups for each in group]
+            [record_of(scored, step, held_out=held_out) for group in groups for scored in group]
         )
 
 
 def _origins(groups: Sequence[Sequence[ScoredAnswer]]) -> list[tuple[int, str]]:
     """Line of the prompt of each answer that has a reward, and its number in its group."""
     return [
-        (each.answer.prompt.line, f"answer {number}")
+        (scored.answer.prompt.line, f"answer {number}")
         for group in groups
-        for number, each in enumerate(group, 1)
-        if each.reward is not None
+        for number, scored in enumerate(group, 1)
+        if scored.reward is not None
     ]
 
 
 def record_of(scored: ScoredAnswer, step: int, *, held_out: bool = False) -> dict[str, Any]:
     """Line of `rollouts.jsonl` for an answer: prompt, answer, each reward, and the advantage."""
     answer = scored.answer
-    failed = {name: each.error for name, each in scored.scores.items() if each.error is not None}
+    failed = {name: s.error for name, s in scored.scores.items() if s.error is not None}
     return {
         "step": step,
         **({"held_out": True} if held_out else {}),
@@ -338,7 +380,7 @@ def record_of(scored: ScoredAnswer, step: int, *, held_out: bool = False) -> dic
         "answer": answer.text,
         "tokens": len(answer.tokens),
         "truncated": answer.truncated,
-        "rewards": {name: each.value for name, each in scored.scores.items()},
+        "rewards": {name: s.value for name, s in scored.scores.items()},
         **({"failed": failed} if failed else {}),
         "reward": scored.reward,
         "advantage": scored.advantage,

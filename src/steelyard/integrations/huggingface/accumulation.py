@@ -1,4 +1,4 @@
-"""Gradient accumulation: how much a micro-batch counts in its optimizer step."""
+"""Gradient accumulation: how much a micro-batch counts in its step, and the state of terms."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from steelyard.composition import Share
+from steelyard.composition.composite import CompositeLoss, Share
+from steelyard.composition.ranks import mean_state
 from steelyard.errors import InputError
 from steelyard.integrations.huggingface.causal_lm import token_count
+from steelyard.integrations.huggingface.internals import loss_shifts_labels
 
 
 class MicroBatch(NamedTuple):
@@ -53,8 +55,7 @@ def micro_batch_of(
     steps: int = getattr(trainer, "current_gradient_accumulation_steps", 1)
     if not _is_scaled(trainer, num_items_in_batch):
         return MicroBatch(1.0, steps)
-    shifted: bool = trainer._loss_shifts_labels  # noqa: SLF001 - the trainer has no public name
-    tokens = token_count(batch, shifted=shifted)
+    tokens = token_count(batch, shifted=loss_shifts_labels(trainer))
     if num_items_in_batch is not None and not counts_items:
         share = torch.ones(())
     elif tokens is not None and num_items_in_batch is not None:
@@ -111,3 +112,51 @@ def _is_scaled(trainer: Any, num_items_in_batch: Tensor | int | None) -> bool:
         counted = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
         scaled = counted or trainer.compute_loss_func is not None
     return scaled
+
+
+class StepState:
+    """State of the terms of a composite over the micro-batches of an optimizer step.
+
+    A term with state, such as `Adaptive`, updates it at each call. Under gradient accumulation each
+    micro-batch therefore begins with the state from the beginning of the step, and the state after
+    the step is the mean of theirs: for `Adaptive` and `EMADrift` the update by the mean value. A
+    micro-batch in which a term had nothing to measure is not among them.
+
+    Args:
+        composite: the loss.
+    """
+
+    def __init__(self, composite: CompositeLoss) -> None:
+        self._composite = composite
+        self._before: Mapping[str, Any] | None = None
+        self._after: list[tuple[float, Mapping[str, Any]]] = []
+
+    def begin_micro_batch(self) -> None:
+        """Restore the state from the beginning of the step; the first micro-batch records it."""
+        if self._before is None:
+            self._before = self._terms()
+        elif self._before:
+            self._set(self._before)
+
+    def end_micro_batch(self) -> None:
+        """Record the state after a micro-batch."""
+        if self._before:
+            unmeasured = {r.term.name for r in self._composite.results if not r.measured}
+            states = self._terms().items()
+            after = {name: None if name in unmeasured else state for name, state in states}
+            self._after.append((1.0, after))
+
+    def end_step(self) -> None:
+        """Set the mean of the states after the micro-batches."""
+        before = self._before or {}
+        if len(self._after) > 1:
+            means: Mapping[str, Any] = mean_state(self._after)
+            self._set({k: before[k] if state is None else state for k, state in means.items()})
+        self._before, self._after = None, []
+
+    def _terms(self) -> Mapping[str, Any]:
+        terms: Mapping[str, Any] = self._composite.get_extra_state()["terms"]
+        return terms
+
+    def _set(self, terms: Mapping[str, Any]) -> None:
+        self._composite.set_extra_state({"step": self._composite.step, "terms": terms})

@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from steelyard._torch_internals import is_fully_sharded
 from steelyard.errors import InputError
-from steelyard.gradients import is_fully_sharded, named_shards
-from steelyard.penalties.from_logits import Projection
-from steelyard.penalties.from_logits.lm_head import Heard, forward_replaced, overheard, stand_in
+from steelyard.gradients.sharded import named_shards
+from steelyard.penalties.from_logits.lm_head import (
+    RecordedCall,
+    forward_replaced,
+    record_call,
+    stand_in,
+)
+from steelyard.penalties.from_logits.projection import Projection
 
 IGNORE_INDEX = -100
 
@@ -104,19 +110,19 @@ def logits_at(unwrapped: Any, forward: Forward, positions: Tensor) -> Tensor:
         InputError: the model returns neither logits nor hidden states of each position.
     """
     logits = getattr(forward.outputs, "logits", None)
-    found = getattr(forward.backbone, "last_hidden_state", None) if logits is None else logits
-    if found is None or found.dim() != 3 or found.shape[1] < positions.shape[1]:  # noqa: PLR2004
+    output = getattr(forward.backbone, "last_hidden_state", None) if logits is None else logits
+    if output is None or output.dim() != 3 or output.shape[1] < positions.shape[1]:  # noqa: PLR2004
         raise InputError(
             f"the completion needs a language model with logits [B, T, V], and "
             f"{type(unwrapped).__name__} has none: read other fields of its output."
         )
-    rows: Tensor = found[:, -positions.shape[1] :][positions.to(found.device)]
+    rows: Tensor = output[:, -positions.shape[1] :][positions.to(output.device)]
     if logits is not None:
         return rows
     return _rerun_head(unwrapped, forward, type(forward.backbone)(last_hidden_state=rows[None]))[0]
 
 
-def projection_of(unwrapped: Any, forward: Forward, head: Heard) -> Projection | None:
+def projection_of(unwrapped: Any, forward: Forward, head: RecordedCall) -> Projection | None:
     """Projection that stands for the logits of a forward pass: hidden states and output layer.
 
     Behind a fused head the hidden states are found by running the model again from the output of
@@ -128,7 +134,7 @@ def projection_of(unwrapped: Any, forward: Forward, head: Heard) -> Projection |
     """
     logits = getattr(forward.outputs, "logits", None)
     if head.hidden is None and forward.backbone is not None:
-        with overheard(head.layer, stand_in) as head:  # noqa: PLR1704 - the same layer's
+        with record_call(head.layer, stand_in) as head:  # noqa: PLR1704 - the same layer's
             logits = _rerun_head(unwrapped, forward, forward.backbone)
     if logits is not None and head.hidden is not None and not head.untouched(logits):
         raise InputError(

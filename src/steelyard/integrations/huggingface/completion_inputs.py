@@ -1,25 +1,29 @@
-"""Inputs of terms that describe the completion, for each trainer; errors for absent ones."""
+"""Inputs of terms: their names, those that describe the completion, and errors for absent ones."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from steelyard.composition.input_names import Reads
 from steelyard.errors import InputError
 from steelyard.integrations.huggingface.causal_lm import token_count, with_shards
-from steelyard.integrations.huggingface.completion import Completion
-from steelyard.integrations.huggingface.packed_sequences import packed_spans
-from steelyard.integrations.huggingface.trainers import (
+from steelyard.integrations.huggingface.completion import Completion, packed_spans
+from steelyard.integrations.huggingface.internals import loss_shifts_labels
+from steelyard.integrations.huggingface.trainer_kinds import (
     TrainerKind,
     given_to_the_model,
     trainer_name,
 )
+from steelyard.spec.regularizer import RegularizerSpec
 
 if TYPE_CHECKING:
     from steelyard.integrations.huggingface.forward_capture import CapturedForward
+
 
 TOKENS = frozenset({"logits", "labels"})
 COMPLETION = frozenset(
@@ -64,13 +68,13 @@ def uncounted_inputs(
 
     A term that reads one is left out: a mean over its tokens would be 0/0.
     """
-    found: frozenset[str] = frozenset()
+    uncounted: frozenset[str] = frozenset()
     if completion is not None and not completion.mask.any():
-        found |= COMPLETION | REFERENCE | _BY_DATUM
+        uncounted |= COMPLETION | REFERENCE | _BY_DATUM
     if names & TOKENS:
-        tokens = token_count(batch, shifted=trainer._loss_shifts_labels)  # noqa: SLF001 - no public name
-        found |= TOKENS if tokens is not None and tokens == 0 else frozenset()
-    return found
+        tokens = token_count(batch, shifted=loss_shifts_labels(trainer))
+        uncounted |= TOKENS if tokens is not None and tokens == 0 else frozenset()
+    return uncounted
 
 
 def completion_inputs(
@@ -92,22 +96,22 @@ def completion_inputs(
     """
     if completion is None:
         return {}
-    found: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     if kind is not None:
         outputs = _reference(kind, captured, batch, names, completion)
-        found = {**_described(completion, names), **outputs}
+        inputs = {**_described(completion, names), **outputs}
         # A field of the batch that happens to be called `targets` or `mask` stays the batch's.
-        found = {k: v for k, v in found.items() if k not in {"targets", "mask"} & batch.keys()}
+        inputs = {k: v for k, v in inputs.items() if k not in {"targets", "mask"} & batch.keys()}
     if names & _BY_DATUM:
-        known = found.get("completion_logprobs")
+        known = inputs.get("completion_logprobs")
         logprobs = completion.logprobs() if known is None else known
         sampled = None
         if kind is not None and kind.samples:
             sampled = sampling_logprobs(batch, logprobs.detach(), completion)
-        reference = found.get("reference_logprobs")
-        found["logprobs"] = completion.by_sequence(logprobs)
-        found["data"] = completion.data(reference_logprobs=reference, logprobs=sampled)
-    return found
+        reference = inputs.get("reference_logprobs")
+        inputs["logprobs"] = completion.by_sequence(logprobs)
+        inputs["data"] = completion.data(reference_logprobs=reference, logprobs=sampled)
+    return inputs
 
 
 def sampling_logprobs(batch: Mapping[str, Any], logprobs: Tensor, completion: Completion) -> Tensor:
@@ -170,7 +174,7 @@ def _completion(
     labels = None if labels_of is None else labels_of(trainer, batch, captured.forward)
     if not isinstance(labels, Tensor) or labels.dim() != 2:  # noqa: PLR2004 - [B, T]
         return None
-    shifted: bool = trainer._loss_shifts_labels  # noqa: SLF001 - the trainer has no public name
+    shifted = loss_shifts_labels(trainer)
     if "shift_labels" in batch:
         labels, shifted = batch["shift_labels"], False
     rows = captured.loss.rows if captured.loss is not None else None
@@ -197,10 +201,10 @@ def _described(completion: Completion, names: set[str]) -> dict[str, Any]:
         "completion_logits": completion.logits,
         "projection": completion.projection,
     }
-    found: dict[str, Any] = {name: make() for name, make in makers.items() if name in names}
+    inputs: dict[str, Any] = {name: make() for name, make in makers.items() if name in names}
     if "projection" in names:
-        found |= {"targets": completion.targets, "mask": completion.positions}
-    return found
+        inputs |= {"targets": completion.targets, "mask": completion.positions}
+    return inputs
 
 
 def _reference(
@@ -226,3 +230,55 @@ def _reference(
     makers = {"reference_logprobs": reference.logprobs, "reference_logits": reference.logits}
     with torch.no_grad():
         return {name: makers[name]() for name in wanted}
+
+
+class InputNames(NamedTuple):
+    """Inputs that terms read, without what follows a dot.
+
+    Attributes:
+        required: required inputs, and the name of a term that reads each.
+        all: all inputs, also those that a term can do without.
+    """
+
+    required: Mapping[str, str]
+    all: set[str]
+
+
+def input_names(specs: Sequence[RegularizerSpec]) -> InputNames:
+    """Collect the names of all inputs that terms read.
+
+    Raises:
+        InputError: a term over `(data, logprobs)` needs a projection for each datum.
+    """
+    required: dict[str, str] = {}
+    optional: set[str] = set()
+    for spec in specs:
+        fn = spec.fn
+        read = fn.required if isinstance(fn, Reads) else ("data", "logprobs")
+        if reads_reference_of_data(spec):
+            read = (*read, "reference_logprobs")
+        required |= {name.partition(".")[0]: spec.name for name in (*read, *spec.needs)}
+        optional |= set(fn.optional) if isinstance(fn, Reads) else set()
+        if "projection" in spec.needs:
+            raise InputError(
+                f"a term that needs a projection for each datum must run on steelyard.engine; "
+                f"here read that of the batch, term(..., inputs='projection') "
+                f"(regularizer {spec.name!r})."
+            )
+    return InputNames(required, required.keys() | optional)
+
+
+def reads_reference_of_data(spec: RegularizerSpec) -> bool:
+    """Whether a term over `(data, logprobs)` reads `reference_logprobs` from each datum."""
+    fields = [getattr(fn, "reference", None) for fn in wrapped_functions(spec.fn)]
+    return "reference_logprobs" in [field for field in fields if isinstance(field, str)]
+
+
+def wrapped_functions(fn: Any) -> Iterator[Any]:
+    """A regularizer, and those that it wraps: `Adaptive(regularizer=KLToReference())`."""
+    while fn is not None:
+        yield fn
+        if isinstance(fn, Reads):
+            fn = fn.owner
+        else:
+            fn = fn.func if isinstance(fn, partial) else getattr(fn, "regularizer", None)

@@ -8,19 +8,23 @@ entropy bonus (`entropy_coef`), and the load-balancing loss of a mixture of expe
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from steelyard import penalties
-from steelyard.composition import CompositeLoss, Reads
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import Reads
 from steelyard.errors import SpecError
-from steelyard.integrations.huggingface.completion_inputs import REFERENCE
-from steelyard.integrations.huggingface.trainers import KINDS, TrainerKind, trainer_name
+from steelyard.integrations.huggingface.completion_inputs import (
+    REFERENCE,
+    reads_reference_of_data,
+    wrapped_functions,
+)
+from steelyard.integrations.huggingface.trainer_kinds import KINDS, TrainerKind, trainer_name
 from steelyard.penalties import from_logits
-from steelyard.regularizers import ConfidencePenalty, Entropy, KLToReference
-from steelyard.spec import RegularizerSpec
+from steelyard.regularizers.entropy import ConfidencePenalty, Entropy
+from steelyard.regularizers.reference import KLToReference
+from steelyard.spec.regularizer import RegularizerSpec
 
 # With a coefficient of 0 a trainer computes neither its reference nor the router's logits; a
 # smaller one is there for these alone.
@@ -58,7 +62,8 @@ def check_duplicate_terms(trainer: Any, kind: TrainerKind | None, composite: Com
     kl, entropy = _own_kl(trainer, kind), _own_entropy(trainer, kind)
     router = _own_router_loss(trainer, kind)
     for spec in composite.specs:
-        if not spec.enabled or spec.gradient == "none" or spec.weight == 0:
+        # A term with data of its own is about other tokens than the trainer's loss.
+        if not spec.enabled or spec.gradient == "none" or spec.weight == 0 or spec.data is not None:
             continue
         for own, is_same, reads_it in (
             (kl, _is_kl, _reads_reference),
@@ -75,12 +80,6 @@ def check_duplicate_terms(trainer: Any, kind: TrainerKind | None, composite: Com
                 raise SpecError(message.format(f"adds the same {own.short} once more"))
             if reads_it(spec):
                 warnings.warn(message.format(f"reads {own.read} too"), stacklevel=2)
-
-
-def reads_reference_of_data(spec: RegularizerSpec) -> bool:
-    """Whether a term over `(data, logprobs)` reads `reference_logprobs` from each datum."""
-    fields = [getattr(fn, "reference", None) for fn in _wrapped(spec.fn)]
-    return "reference_logprobs" in [field for field in fields if isinstance(field, str)]
 
 
 def _own_kl(trainer: Any, kind: TrainerKind | None) -> _OwnLoss | None:
@@ -137,7 +136,7 @@ def _takes_loss_of_model(trainer: Any) -> bool:
 
 
 def _router_coefficient_of_model(trainer: Any) -> float:
-    """What the model weights the loss of its router with, in its own loss."""
+    """Coefficient of the router's loss in the model's own loss."""
     model = trainer.model
     config = getattr(model, "config", None)
     text = None if config is None else config.get_text_config()
@@ -150,7 +149,7 @@ def _router_coefficient_of_model(trainer: Any) -> float:
 
 
 def _is_kl(spec: RegularizerSpec) -> bool:
-    wrapped = list(_wrapped(spec.fn))
+    wrapped = list(wrapped_functions(spec.fn))
     if any(isinstance(fn, KLToReference) for fn in wrapped) and reads_reference_of_data(spec):
         return True
     return _is_one_of(wrapped, _KL) and _reads_reference(spec)
@@ -161,7 +160,7 @@ def _reads_reference(spec: RegularizerSpec) -> bool:
 
 
 def _is_entropy(spec: RegularizerSpec) -> bool:
-    wrapped = list(_wrapped(spec.fn))
+    wrapped = list(wrapped_functions(spec.fn))
     return any(isinstance(fn, Entropy) for fn in wrapped) or (
         _is_one_of(wrapped, _ENTROPY)
         and bool({"completion_logits", "projection", "logits"} & _read_by(spec))
@@ -169,13 +168,13 @@ def _is_entropy(spec: RegularizerSpec) -> bool:
 
 
 def _reads_entropy(spec: RegularizerSpec) -> bool:
-    sampled = any(isinstance(fn, ConfidencePenalty) for fn in _wrapped(spec.fn))
+    sampled = any(isinstance(fn, ConfidencePenalty) for fn in wrapped_functions(spec.fn))
     return sampled or "completion_entropy" in _read_by(spec)
 
 
 def _is_balancing(spec: RegularizerSpec) -> bool:
     return "aux_loss" in _read_by(spec) or any(
-        getattr(fn, "__name__", "") == _BALANCING for fn in _wrapped(spec.fn)
+        getattr(fn, "__name__", "") == _BALANCING for fn in wrapped_functions(spec.fn)
     )
 
 
@@ -192,13 +191,3 @@ def _read_by(spec: RegularizerSpec) -> set[str]:
     fn = spec.fn
     names = (*fn.required, *fn.optional) if isinstance(fn, Reads) else ()
     return {name.partition(".")[0] for name in names}
-
-
-def _wrapped(fn: Any) -> Iterator[Any]:
-    """A regularizer, and those that it wraps: `Adaptive(regularizer=KLToReference())`."""
-    while fn is not None:
-        yield fn
-        if isinstance(fn, Reads):
-            fn = fn.owner
-        else:
-            fn = fn.func if isinstance(fn, partial) else getattr(fn, "regularizer", None)

@@ -13,10 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from steelyard._extras import cure as _cure
-from steelyard.composition import CompositeLoss, TermLike, itself, reads
+from steelyard._torch_internals import is_fully_sharded
+from steelyard.composition.composite import CompositeLoss, TermLike
+from steelyard.composition.input_names import itself, reads
+from steelyard.composition.own_data import SeparateInputs
+from steelyard.composition.run_recorder import RunRecorder
 from steelyard.errors import CheckpointError, InputError
-from steelyard.gradients import is_fully_sharded
 from steelyard.integrations.huggingface.accumulation import (
+    StepState,
     divides_by,
     divisor_of,
     micro_batch_of,
@@ -28,19 +32,26 @@ from steelyard.integrations.huggingface.completion_inputs import (
     check_available,
     completion_inputs,
     completion_of,
+    input_names,
     uncounted_inputs,
 )
 from steelyard.integrations.huggingface.duplicate_terms import check_duplicate_terms
-from steelyard.integrations.huggingface.input_names import input_names
-from steelyard.integrations.huggingface.metric_accumulator import MetricAccumulator
-from steelyard.integrations.huggingface.step_state import StepState
-from steelyard.integrations.huggingface.trainers import TrainerKind, kind_of
-from steelyard.spec import RegularizerSpec
+from steelyard.integrations.huggingface.metrics import MetricAccumulator
+from steelyard.integrations.huggingface.run_folder import (
+    check_run,
+    declared_config,
+    evaluation_of,
+    folder_of,
+    logged_metrics,
+)
+from steelyard.integrations.huggingface.trainer_kinds import TrainerKind, kind_of
+from steelyard.spec.regularizer import RegularizerSpec
 
 try:
     from transformers import Trainer, TrainerCallback
 
     from steelyard.integrations.huggingface.forward_capture import ForwardCapture
+    from steelyard.integrations.huggingface.own_batches import own_inputs
 except ModuleNotFoundError as error:
     raise _cure("steelyard.integrations.huggingface", error, extra="hf") from error
 
@@ -49,7 +60,7 @@ _STATE_FILE = "steelyard.pt"
 _NUMPY: list[Any] = [
     np.ndarray,
     np.dtype,
-    *(each.__reduce__()[0] for each in (np.zeros(1), np.float64(0))),
+    *(value.__reduce__()[0] for value in (np.zeros(1), np.float64(0))),
     *{type(np.dtype(kind)) for kind in "?bhilqBHILQefd"},
 ]
 
@@ -73,9 +84,16 @@ class RegularizerCallback(TrainerCallback):
     * `reference_logprobs`, `[B, W]`, and `reference_logits`, `[N, V]`, where the trainer runs a
       reference model
 
+    A term with data of its own reads these inputs of its own tokenized sequences, for which the
+    model runs a second time; see `RegularizerSpec`. Their reference is the model without its
+    adapter of peft, or the trainer's `ref_model`.
+
     Args:
         terms: as in `CompositeLoss`.
         capture: paths of modules whose outputs terms read as `activations`.
+        run: a folder, new or empty, for what `steelyard watch`, `report` and `doctor` read; True
+            is `steelyard` in the trainer's `output_dir`. The first process writes a line whenever
+            the trainer logs its loss.
         options: the other arguments of `CompositeLoss`: `aux`, `track_grad_norms`, .... Gradients
             are compared with respect to the parameters of the trainer's model unless `wrt` is
             given.
@@ -92,8 +110,12 @@ class RegularizerCallback(TrainerCallback):
         terms: Iterable[TermLike] | Mapping[str, Iterable[TermLike]] = (),
         *,
         capture: str | Sequence[str] = (),
+        run: bool | str | Path | None = None,
         **options: Any,
     ) -> None:
+        self._run = check_run(run)
+        self._recorder: RunRecorder | None = None
+        self._evaluated: dict[str, Any] = {}  # before the first step
         self.composite = CompositeLoss(reads(itself, "loss"), terms, **options)
         self.composite.step = 0  # that of the trainer: its calls are micro-batches
         aggregated = options.get("aggregate", "sum") != "sum"
@@ -156,7 +178,9 @@ class RegularizerCallback(TrainerCallback):
                 divisor = options["num_items_in_batch"] = divisor_of(num_items_in_batch)
             else:  # a trainer that takes the number says itself what its loss is
                 self._counts_items = True
-        due = [spec for spec in self.composite.specs if spec.due(step)]
+        all_due = [spec for spec in self.composite.specs if spec.due(step)]
+        with_own_data = [spec for spec in all_due if spec.data is not None]
+        due = [spec for spec in all_due if spec.data is None]
         required, names = input_names(due)
         if "hidden_states" in names:
             inputs = {**inputs, "output_hidden_states": True}
@@ -189,6 +213,8 @@ class RegularizerCallback(TrainerCallback):
             "loss": loss,
         }
         check_available(self._trainer, self._kind, required, term_inputs.keys())
+        if with_own_data:
+            term_inputs["data"] = self._own_data(model, with_own_data, term_inputs.get("data", ()))
         self.composite.set_wrapper(model)
         total = self._compose(term_inputs, batch, num_items_in_batch)
         return (total, *outputs) if return_outputs else total
@@ -200,13 +226,15 @@ class RegularizerCallback(TrainerCallback):
             InputError: the callback is not attached.
             CheckpointError: terms have state, and the checkpoint has none for them.
             SpecError: a term is a loss that the trainer has already, such as a KL penalty.
+            RunError: the run folder holds another run, or cannot be written.
         """
         if self._trainer is None:
             raise InputError(
                 "a RegularizerCallback must be attached to its trainer, which callbacks=[...] "
                 "does not do: call RegularizerCallback(terms).attach(trainer)."
             )
-        kind, names = self._kind, input_names(self.composite.specs).all
+        of_batch = [spec for spec in self.composite.specs if spec.data is None]
+        kind, names = self._kind, input_names(of_batch).all
         check_duplicate_terms(self._trainer, kind, self.composite)
         if kind is not None and kind.keep_reference is not None and names & REFERENCE:
             kind.keep_reference(self._trainer)
@@ -216,6 +244,21 @@ class RegularizerCallback(TrainerCallback):
         self._step_state = StepState(self.composite)
         if state.global_step > 0:
             self._load(Path(args.output_dir) / f"checkpoint-{state.global_step}" / _STATE_FILE)
+        if self._run and state.is_world_process_zero:
+            config = declared_config(self._trainer, self.composite)
+            folder = folder_of(self._run, args.output_dir)
+            self._recorder = RunRecorder(folder, config, state.global_step)
+            self._recorder.add(self._evaluated)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Let the doctor read the last line: an evaluation may have added to it."""
+        if self._recorder is not None:
+            self._recorder.settle()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Mark the run as done."""
+        if self._recorder is not None:
+            self._recorder.finish()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Close the step in the metrics, and move the state of the terms.
@@ -237,11 +280,22 @@ class RegularizerCallback(TrainerCallback):
     ) -> None:
         """Add the components to a log line that has the loss."""
         if logs is None or "loss" not in logs:
+            self._add_evaluation(logs or {})
             return
         names = [spec.name for spec in self.composite.specs]
         components = self._metrics.read(names)
         logs.update(components)
         state.log_history[-1].update(components)
+        if self._recorder is not None:
+            self._recorder.declare(declared_config(self._trainer, self.composite))
+            self._recorder.write(state.global_step - 1, logged_metrics(logs, self._trainer))
+
+    def _add_evaluation(self, logs: Mapping[str, Any]) -> None:
+        evaluated = evaluation_of(logs)
+        if self._recorder is not None:
+            self._recorder.add(evaluated)
+        else:
+            self._evaluated |= evaluated
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the state of the terms in the checkpoint."""
@@ -295,6 +349,19 @@ class RegularizerCallback(TrainerCallback):
         if self._compares or any(result.custom or result.bound for result in results):
             details.add(composite.output, float(micro_batch.share), micro_batch.divisor)
         return total
+
+    def _own_data(
+        self, model: nn.Module, specs: Sequence[RegularizerSpec], batch: Sequence[Any]
+    ) -> SeparateInputs:
+        """Data of the batch, and of terms' own, with the inputs from a pass for each such term."""
+        if self.composite.step != self._trainer.state.global_step:
+            self.composite.step = self._trainer.state.global_step
+        own = self.composite.join(batch).own
+        inputs = {
+            spec.name: own_inputs(self._trainer, self._kind, model, spec, own[spec.name])
+            for spec in specs
+        }
+        return SeparateInputs(batch, own, inputs)
 
     def _unmeasured(
         self,

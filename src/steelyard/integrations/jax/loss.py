@@ -3,16 +3,182 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from fnmatch import fnmatchcase
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from steelyard.errors import InputError
-from steelyard.integrations.jax.grad_norms import at_least_float32, gradient_norms
-from steelyard.integrations.jax.penalty_inputs import PenaltyInputs, Tree, read_base
-from steelyard.penalties import PenaltyPipeline
-from steelyard.spec import listed
+from steelyard.penalties.pipeline import PenaltyPipeline
+from steelyard.spec.protocol import listed
+
+PARAMS = "params"
+# A tree of arrays has no static type in JAX.
+Tree: TypeAlias = Any
+
+
+def read_base(result: Any) -> tuple[jax.Array, Tree, Tree]:
+    """Split the result of a base loss into its loss, its outputs for penalties, and its aux.
+
+    Raises:
+        InputError: it is a tuple of another length, or its loss is no floating-point scalar.
+    """
+    loss, outputs, aux = result, None, None
+    if isinstance(result, tuple):
+        if len(result) not in (2, 3):
+            raise InputError(
+                "base must return a loss, (loss, outputs) or (loss, outputs, aux), got a tuple of "
+                f"{len(result)}."
+            )
+        loss, outputs, aux = (*result, None)[:3]
+    if not hasattr(loss, "dtype") or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        kind = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "dtype") else type(loss).__name__
+        raise InputError(
+            f"base must return a floating-point scalar as its loss, got {kind}: reduce it, for "
+            "example with jnp.mean."
+        )
+    return loss, outputs, aux
+
+
+class PenaltyInputs:
+    """Arrays that are available to penalties.
+
+    Args:
+        params: a tree of parameters, read as `params/…`; only its floating-point leaves, since
+            modules also hold functions, counters and random keys.
+        outputs: of the base: a dict of arrays, one array, or None.
+    """
+
+    def __init__(self, params: Tree, outputs: Tree) -> None:
+        self._outputs = outputs
+        self._leaves = {
+            "/".join([PARAMS, *filter(None, [_path(path)])]): leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+            if is_parameter(leaf)
+        }
+
+    def read(self, term: str, names: tuple[str, ...] | None) -> Tree:
+        """Arrays that a penalty reads.
+
+        Args:
+            term: the name of the penalty.
+            names: of its inputs; None: the base's outputs, or without any all parameters.
+
+        Raises:
+            InputError: there is no array of that name.
+        """
+        if names is not None:
+            return {name: self._lookup(name, term) for name in names}
+        # A dict is ambiguous here: the penalty that gets it raises, and lists its keys.
+        return self._lookup(PARAMS, term) if self._outputs is None else self._outputs
+
+    def _lookup(self, name: str, term: str) -> Any:
+        """The output `name`; or one parameter in its shape, or several as one flat vector."""
+        outputs = self._outputs if isinstance(self._outputs, Mapping) else {}
+        if name in outputs:
+            return outputs[name]
+        matches = [
+            leaf
+            for path, leaf in self._leaves.items()
+            if path == name
+            or path.startswith(f"{name}/")
+            or fnmatchcase(path, name)
+            or fnmatchcase(path, f"{name}/*")
+        ]
+        if not matches:
+            parameters = listed(dict.fromkeys([PARAMS, *self._leaves]))
+            raise InputError(
+                f"penalty {term!r} needs the input {name!r}, got from the base {listed(outputs)}; "
+                f"parameters: {parameters}."
+            )
+        if len(matches) == 1:
+            return jnp.asarray(matches[0])
+        return jnp.concatenate([jnp.ravel(leaf) for leaf in matches])
+
+
+def is_parameter(leaf: object) -> bool:
+    """Check for a floating-point array or number, which has a gradient."""
+    return isinstance(leaf, float) or (
+        hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    )
+
+
+def _path(path: Any) -> str:  # a tuple of JAX's kinds of keys
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def gradient_norms(
+    values: Callable[[Tree], Mapping[str, jax.Array]],
+    params: Tree,
+    weights: Mapping[str, Any],  # numbers and traced scalars
+) -> dict[str, jax.Array]:
+    """Norm of each value's gradient with respect to `params`, and of their weighted sum.
+
+    With K values v(θ) stacked to one vector `[K]`, row k of the Jacobian is ∂vₖ/∂θ = eₖᵀJ: the VJP
+    of one evaluation, vmapped over the rows of the identity, gives all gradients. They exist at the
+    same time, which takes memory for K copies of the parameters.
+
+    Inside `jax.shard_map` vₖ is the mean over the devices on which it differs, and parameters that
+    differ are shards of one tree: the norms are those of one device with the whole batch.
+
+    Args:
+        values: the values at given parameters, by name.
+        params: a tree of arrays; other leaves, such as functions, and integers are constants.
+        weights: one for each value.
+
+    Returns:
+        ‖∂vₖ/∂θ‖, unweighted, by name, and ‖Σₖ weightₖ ∂vₖ/∂θ‖ as `"total"`.
+    """
+    names: list[str] = []
+    leaves, tree = jax.tree.flatten(params)
+    free = [index for index, leaf in enumerate(leaves) if is_parameter(leaf)]
+
+    def stacked(point: list[jax.Array]) -> jax.Array:
+        placed = dict(zip(free, point, strict=True))
+        whole = [placed.get(index, leaf) for index, leaf in enumerate(leaves)]
+        by_name = values(jax.tree.unflatten(tree, whole))
+        names[:] = by_name  # known once it is traced
+        stack = jnp.stack([at_least_float32(value) for value in by_name.values()])
+        axes = _varying_axes(stack)
+        if not axes:
+            return stack
+        mean: jax.Array = jax.lax.pmean(stack, axes)  # type: ignore[no-untyped-call]
+        return mean
+
+    stack, vjp = jax.vjp(stacked, [leaves[index] for index in free])
+    [gradients] = jax.vmap(vjp)(jnp.eye(len(names), dtype=stack.dtype))
+    # [K, P] for each leaf of P parameters. The norm of the whole tree is that of its leaves' norms.
+    rows = [at_least_float32(leaf).reshape(len(names), -1) for leaf in gradients]
+    norms = _norm_of_norms([_whole_norm(row) for row in rows])
+    factors = jnp.stack([jnp.asarray(weights[name], stack.dtype) for name in names])
+    total = _norm_of_norms([_whole_norm(factors @ row) for row in rows])
+    return {**dict(zip(names, norms, strict=True)), "total": total}
+
+
+def at_least_float32(value: Any) -> jax.Array:  # an array, or what can be one
+    """The value as an array, float16 and bfloat16 as float32."""
+    array = jnp.asarray(value)
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+
+
+def _whole_norm(row: jax.Array) -> jax.Array:
+    """Norm over the last axis; of the whole leaf, if devices have shards of it."""
+    local: jax.Array = jnp.linalg.norm(row, axis=-1)
+    axes = _varying_axes(row)
+    if not axes:
+        return local
+    squares: jax.Array = jax.lax.psum(jnp.square(local), axes)  # type: ignore[no-untyped-call]
+    return jnp.sqrt(squares)
+
+
+def _varying_axes(array: jax.Array) -> tuple[str, ...]:
+    """Axes of the mesh of an enclosing `jax.shard_map` along which an array differs."""
+    return tuple(jax.typeof(array).manual_axis_type.varying)
+
+
+def _norm_of_norms(norms: list[jax.Array]) -> jax.Array:
+    return jnp.sqrt(jnp.sum(jnp.square(jnp.stack(norms)), axis=0))
 
 
 class LossFunction(Protocol):

@@ -1,10 +1,8 @@
 """Lightning: a mixin for your own module, and a callback for a module that stays as it is.
 
 * `module`: `RegularizedModule`, which composes the loss inside the steps that you write
-* `callback`: `RegularizerCallback`, which adds terms to the loss that `training_step` returns
-* `batch_inputs`: names for the fields of a batch, for the callback's terms
-* `metric_logging`: the components of the loss, sent to `log_dict`
-* `lightning_import`: Lightning under either of its package names
+* `callback`: `RegularizerCallback`, which adds terms to the loss of a training step
+* `steps`: the fields of a batch as named inputs, and the components of the loss in the log
 """
 
 from steelyard._extras import cure as _cure

@@ -9,18 +9,24 @@ from typing import Any
 
 from torch import Tensor
 
-from steelyard.composition import CompositeLoss, TermLike, collect_aux, itself, reads
+from steelyard.composition.auxiliary_losses import collect_aux
+from steelyard.composition.composite import CompositeLoss, TermLike
+from steelyard.composition.input_names import itself, reads
 from steelyard.errors import InputError
-from steelyard.gradients import named_shards
-from steelyard.integrations.lightning.batch_inputs import (
+from steelyard.gradients.sharded import named_shards
+from steelyard.integrations.lightning.steps import (
+    Callback,
+    LightningModule,
+    Trainer,
     batch_fields,
+    check_log_settings,
+    follow_trainer,
+    log_components,
     merge_sources,
     unlabelled_terms,
 )
-from steelyard.integrations.lightning.lightning_import import Callback, LightningModule, Trainer
-from steelyard.integrations.lightning.metric_logging import check_log_settings, log_components
 from steelyard.integrations.torch.activations import Captured, hooked
-from steelyard.spec import Schedule
+from steelyard.spec.protocol import Schedule
 
 
 class RegularizerCallback(Callback):
@@ -40,7 +46,7 @@ class RegularizerCallback(Callback):
         capture: paths of modules whose outputs terms read, with wildcards.
         batch: names for the items of a batch that is a tuple, or the name of one that is a tensor.
         log: arguments for `log_dict`; `sync_dist` is on unless they say otherwise.
-        settings: the other arguments of `CompositeLoss`.
+        settings: the other arguments of `CompositeLoss`, such as `run`, a run folder.
 
     Attributes:
         composite: the loss; its base is what `training_step` returns.
@@ -89,6 +95,11 @@ class RegularizerCallback(Callback):
         activations = self._cleanup.enter_context(hooked(pl_module, self._capture))
         self._wrap(trainer, pl_module, activations)
 
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Write the step to the run folder, if the optimizer has made it."""
+        if trainer.global_step != self.composite.step:
+            self.composite.record_step()
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002 - the signature is Lightning's
         """Restore the module's own `training_step`."""
         self._cleanup.close()
@@ -133,8 +144,7 @@ class RegularizerCallback(Callback):
             inputs = {**merge_sources(sources), "parameters": parameters, "loss": outputs["loss"]}
             if aux:
                 inputs["aux"] = aux
-            self.composite.step = trainer.global_step
-            self.composite.set_wrapper(trainer.strategy.model or module)
+            follow_trainer(self.composite, trainer, module)
             self.composite.unmeasured = unlabelled_terms(self.composite.specs, inputs, module)
             total = self.composite(inputs)  # as a mapping: a batch may hold any names
             activations.values.clear()

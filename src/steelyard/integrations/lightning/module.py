@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from steelyard.composition import CompositeLoss, Deposits, collect_aux, gather
+from steelyard.composition.auxiliary_losses import Deposits, collect_aux
+from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.input_names import gather_inputs
 from steelyard.errors import InputError
-from steelyard.integrations.lightning.batch_inputs import unlabelled_terms
-from steelyard.integrations.lightning.lightning_import import LightningModule, Trainer
-from steelyard.integrations.lightning.metric_logging import check_log_settings, log_components
+from steelyard.integrations.lightning.steps import (
+    LightningModule,
+    Trainer,
+    check_log_settings,
+    follow_trainer,
+    log_components,
+    unlabelled_terms,
+)
 
 if TYPE_CHECKING:
     _Mixed = LightningModule
@@ -97,13 +104,14 @@ class RegularizedModule(_Mixed):
             self._aux.clear()  # a step may compose twice
         trainer = self._attached_trainer()
         if trainer is not None and trainer.training:
-            composite.step = trainer.global_step
-            composite.set_wrapper(trainer.strategy.model or self)
-        found = gather(outputs, inputs)
-        composite.unmeasured = unlabelled_terms(composite.specs, found, self)
+            follow_trainer(composite, trainer, self)
+        named = gather_inputs(outputs, inputs)
+        composite.unmeasured = unlabelled_terms(composite.specs, named, self)
         evaluates = trainer is not None and not trainer.training
+        # A sanity check, a test and a prediction are no evaluation of the run.
+        composite.records = trainer is None or trainer.training or _validates(trainer)
         with _state_restored(composite) if evaluates else nullcontext():
-            total: Tensor = composite(found)
+            total: Tensor = composite(named)
         if trainer is None or trainer.predicting:  # which has no logs
             return total
         settings = check_log_settings(self.log_settings)
@@ -111,6 +119,12 @@ class RegularizedModule(_Mixed):
             settings["batch_size"] = batch_size
         log_components(self, composite, settings)
         return total
+
+    def _set_step(self) -> None:
+        """Set the step of the composite to that of the trainer, while it trains."""
+        trainer, composite = self._attached_trainer(), getattr(self, "composite", None)
+        if trainer is not None and trainer.training and isinstance(composite, CompositeLoss):
+            composite.step = trainer.global_step
 
     def _composite(self) -> CompositeLoss:
         composite = getattr(self, "composite", None)
@@ -128,6 +142,10 @@ class RegularizedModule(_Mixed):
             return None
 
 
+def _validates(trainer: Trainer) -> bool:
+    return trainer.validating or (trainer.state.fn == "fit" and not trainer.sanity_checking)
+
+
 def _collecting(step: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a step so that auxiliary losses are collected while it runs."""
 
@@ -137,6 +155,7 @@ def _collecting(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(self, *args, **kwargs)
         with collect_aux() as deposits:
             self._aux = deposits
+            self._set_step()  # before the step asks `composite.join` for data
             try:
                 return step(self, *args, **kwargs)
             finally:

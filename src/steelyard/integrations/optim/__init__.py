@@ -2,29 +2,23 @@
 
 * `hooks`: `attach` and the `Attachment` it returns: order, closures, state
 * `decay`: `l2_decay`, `l1_decay`, `elastic_net_decay`
-* `clipping`: `clip_by_global_norm`, `adaptive_clip`
+* `clipping`: `clip_by_global_norm`, `adaptive_clip`, `centralize`
 * `noise`: `gradient_noise`
-* `centralization`: `centralize`
-* `transform`: the base class of all of them
-* `param_lists`: parameters with their gradients, in lists for torch's `foreach` functions
+* `transform`: the base class of all of them, and the parameters with their gradients
 """
 
 from steelyard._extras import cure as _cure
 
 try:
-    from steelyard.integrations.optim.centralization import centralize
-    from steelyard.integrations.optim.clipping import adaptive_clip, clip_by_global_norm
+    from steelyard.integrations.optim.clipping import adaptive_clip, centralize, clip_by_global_norm
     from steelyard.integrations.optim.decay import elastic_net_decay, l1_decay, l2_decay
-    from steelyard.integrations.optim.hooks import Attachment, attach
+    from steelyard.integrations.optim.hooks import attach
     from steelyard.integrations.optim.noise import gradient_noise
-    from steelyard.integrations.optim.param_lists import Slot
     from steelyard.integrations.optim.transform import Transform
 except ModuleNotFoundError as error:
     raise _cure("steelyard.integrations.optim", error) from error
 
 __all__ = [
-    "Attachment",
-    "Slot",
     "Transform",
     "adaptive_clip",
     "attach",

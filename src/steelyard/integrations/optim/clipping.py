@@ -1,4 +1,4 @@
-"""Gradient clipping: by the global norm, or by the norm of each output unit's weights."""
+"""Clipping and centralizing gradients: by the global norm, or for each output unit."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from steelyard._torch_internals import multiply_each_, norm_of_each
 from steelyard.errors import NonFiniteError, SpecError
-from steelyard.gradients import is_sharded, sharded_dimensions
-from steelyard.integrations.optim.param_lists import (
+from steelyard.gradients.sharded import is_sharded, sharded_dimensions
+from steelyard.integrations.optim.transform import (
+    Schedule,
     Slot,
+    Strength,
+    Transform,
+    Where,
+    add_up,
     batches,
+    divides_units,
     reduction_dtype,
     split_large,
+    unit_dimensions,
 )
-from steelyard.integrations.optim.sharded_sums import add_up, divides_units, unit_dimensions
-from steelyard.integrations.optim.transform import Schedule, Strength, Transform, Where
-from steelyard.spec import is_finite
+from steelyard.spec.checks import is_finite
 
 _BLOCK = 1024  # elements in one block of `_blockwise_norm`
 _norm: Callable[..., Tensor] = torch.linalg.vector_norm  # torch leaves it untyped
@@ -54,7 +60,7 @@ class _GlobalNorm(Transform):
             scale = (max_norm / norm).clamp(max=1.0)
         for (batch,) in batches(gradients):
             factor = scale.to(batch[0].device) if isinstance(scale, Tensor) else scale
-            torch._foreach_mul_(batch, factor)
+            multiply_each_(batch, factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +196,7 @@ def _global_norm(gradients: Sequence[Tensor]) -> Tensor:
             norms.extend(_blockwise_norm(gradient) for gradient in batch)
         else:
             dtype = reduction_dtype(batch[0])
-            norms.extend(torch._foreach_norm(batch, 2, dtype=dtype))  # noqa: SLF001
+            norms.extend(norm_of_each(batch, dtype))
     return _norm(torch.stack([norm.to(norms[0]) for norm in norms]))
 
 
@@ -204,7 +210,7 @@ def _norm_over_processes(slots: Sequence[Slot]) -> Tensor:
         sharded, add_up([squares[i] for i in sharded], parameters, along), strict=True
     ):
         squares[i] = total
-    return torch.stack([each.to(squares[0]) for each in squares]).sum().sqrt()
+    return torch.stack([square.to(squares[0]) for square in squares]).sum().sqrt()
 
 
 def _blockwise_norm(gradient: Tensor) -> Tensor:
@@ -240,3 +246,62 @@ def _non_finite(slots: Sequence[Slot]) -> str:
     elsewhere = any(is_sharded(slot.parameter) for slot in slots)
     otherwise = "parts of other processes" if elsewhere else "only their sum of squares"
     return "; ".join(names) or otherwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Centralize(Transform):
+    def apply(self, slots: Sequence[Slot], step: int, *, first: bool) -> None:  # noqa: ARG002
+        matrices = [slot for slot in slots if slot.parameter.ndim > 1]
+        shared = [slot for slot in matrices if divides_units(slot.parameter)]
+        if shared:
+            _centralize_shared(shared)
+        whole = [slot.gradient for slot in matrices if not divides_units(slot.parameter)]
+        for (gradients,) in batches(whole):
+            for gradient in gradients:
+                # g ← g − mean(g) over all axes but the first; `batches` cuts along the first
+                # only, so a piece holds whole output units.
+                axes = tuple(range(1, gradient.ndim))
+                gradient.sub_(gradient.mean(axes, keepdim=True, dtype=reduction_dtype(gradient)))
+
+
+def _centralize_shared(slots: Sequence[Slot]) -> None:
+    """Centralize units of which this process has a part, with one reduction for all of them."""
+    parameters = [slot.parameter for slot in slots]
+    sums = [
+        slot.gradient.sum(
+            tuple(range(1, slot.gradient.ndim)), keepdim=True, dtype=reduction_dtype(slot.gradient)
+        )
+        for slot in slots
+    ]
+    totals = add_up(sums, parameters, [unit_dimensions(p) for p in parameters])
+    for slot, total in zip(slots, totals, strict=True):
+        slot.gradient.sub_(total / math.prod(slot.parameter.shape[1:]))
+
+
+def centralize(*, where: Where | None = None) -> Transform:
+    """Subtract from each output unit's gradient its mean, over all axes but the first.
+
+    Tensors of rank 0 and 1 are left as they are.
+
+    Args:
+        where: Selects the parameters; None: all.
+
+    Raises:
+        SpecError: `where` is not a function.
+
+    Example:
+        >>> import torch
+        >>> from steelyard.integrations.optim import attach, centralize
+        >>> w = torch.nn.Parameter(torch.zeros(2, 2))
+        >>> w.grad = torch.tensor([[1.0, 3.0], [5.0, 5.0]])
+        >>> optimizer = torch.optim.SGD([w], lr=1.0)
+        >>> with attach(optimizer, [centralize()]):
+        ...     optimizer.step()
+        >>> w.grad.tolist()
+        [[-1.0, 1.0], [0.0, 0.0]]
+
+    References:
+        Yong et al. (2020), "Gradient centralization: a new optimization technique for deep
+        neural networks".
+    """
+    return _Centralize(name="centralize", where=where)

@@ -11,14 +11,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from steelyard._torch_internals import add_each_, multiply_each_, sign_of_each, subtract_each_
 from steelyard.errors import SpecError
-from steelyard.integrations.optim.param_lists import Slot, batches, refuse_sparse
-from steelyard.integrations.optim.transform import Schedule, Strength, Transform, Where
-from steelyard.spec import is_finite
+from steelyard.integrations.optim.transform import (
+    Schedule,
+    Slot,
+    Strength,
+    Transform,
+    Where,
+    batches,
+    refuse_sparse,
+)
+from steelyard.spec.checks import is_finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +65,7 @@ class _Decay(Transform):
             parameters = [slot.weights for slot in slots]
             for weights, gradients in batches(parameters, [slot.gradient for slot in slots]):
                 penalty_gradient = _penalty_gradient(weights, self.l1_ratio)
-                torch._foreach_add_(gradients, penalty_gradient, alpha=decay)
+                add_each_(gradients, penalty_gradient, alpha=decay)
         elif first:  # a closure may be evaluated several times in a step
             groups = {id(slot.group): slot.group for slot in slots}
             for key, group in groups.items():
@@ -71,10 +78,10 @@ def _penalty_gradient(weights: list[Tensor], l1_ratio: float) -> list[Tensor]:
     """l1_ratio · sign(w) + (1 − l1_ratio) · w; for a ratio of 0 the weights themselves, no copy."""
     if l1_ratio == 0:
         return weights
-    gradient = list(torch._foreach_sign(weights))  # noqa: SLF001 - torch documents it so
+    gradient = sign_of_each(weights)
     if l1_ratio < 1:
-        torch._foreach_mul_(gradient, l1_ratio)
-        torch._foreach_add_(gradient, weights, alpha=1 - l1_ratio)
+        multiply_each_(gradient, l1_ratio)
+        add_each_(gradient, weights, alpha=1 - l1_ratio)
     return gradient
 
 
@@ -82,12 +89,12 @@ def _shrink(weights: list[Tensor], lr: float | Tensor, decay: float, l1_ratio: f
     """Apply w ← w − lr·decay·p(w) in place."""
     if l1_ratio == 0:
         # w·(1 − lr·decay), as AdamW computes it: w − lr·decay·w would round differently.
-        torch._foreach_mul_(weights, 1 - lr * decay)
+        multiply_each_(weights, 1 - lr * decay)
         return
     gradient = _penalty_gradient(weights, l1_ratio)
     # A learning rate may be a tensor, which `alpha` does not take.
-    torch._foreach_mul_(gradient, lr * decay)
-    torch._foreach_sub_(weights, gradient)
+    multiply_each_(gradient, lr * decay)
+    subtract_each_(weights, gradient)
 
 
 def l2_decay(

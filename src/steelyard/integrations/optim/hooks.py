@@ -10,11 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from steelyard.composition import innermost_optimizer
+from steelyard.composition.composite import innermost_optimizer
 from steelyard.errors import InputError, SpecError, StateError
-from steelyard.integrations.optim.param_lists import select, slots_of, with_gradients
-from steelyard.integrations.optim.transform import Transform
-from steelyard.spec import is_whole
+from steelyard.integrations.optim.transform import Transform, select, slots_of, with_gradients
+from steelyard.spec.checks import is_whole
 
 _STATE_KEY = "steelyard"  # in the optimizer's state_dict
 _ATTACHED: WeakKeyDictionary[Optimizer, Attachment] = WeakKeyDictionary()
@@ -56,9 +55,7 @@ def attach(optimizer: Optimizer, transforms: Iterable[Transform]) -> Attachment:
         >>> attached.remove()
     """
     optimizer = innermost_optimizer(optimizer)
-    # Wrappers that hold theirs elsewhere subclass Optimizer without calling its constructor, and
-    # so have no hooks.
-    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if not isinstance(optimizer, Optimizer) or not _takes_hooks(optimizer):
         raise InputError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__qualname__}: "
             "attach to the optimizer that a wrapper holds."
@@ -85,6 +82,15 @@ def attach(optimizer: Optimizer, transforms: Iterable[Transform]) -> Attachment:
     attachment = Attachment(optimizer, listed)
     _ATTACHED[optimizer] = attachment
     return attachment
+
+
+def _takes_hooks(optimizer: Optimizer) -> bool:
+    """False for a wrapper that subclasses Optimizer without calling its constructor."""
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:
+        return False
+    return True
 
 
 class Attachment:
@@ -218,5 +224,5 @@ def _will_be_skipped(optimizer: Optimizer) -> bool:
             "GradScaler leaves to unscale them: call scaler.unscale_(optimizer) before "
             "scaler.step(optimizer)."
         )
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found.item())
+    overflowed = getattr(optimizer, "found_inf", None)
+    return overflowed is not None and bool(overflowed.item())

@@ -10,18 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from steelyard._torch_internals import add_each_
 from steelyard.errors import SpecError
-from steelyard.gradients import is_sharded, part_like
-from steelyard.integrations.optim.param_lists import (
+from steelyard.gradients.sharded import is_sharded, part_like
+from steelyard.integrations.optim.transform import (
+    Schedule,
     Slot,
+    Strength,
+    Transform,
+    Where,
     batches,
     by_kind,
     reduction_dtype,
     refuse_sparse,
     split_large,
 )
-from steelyard.integrations.optim.transform import Schedule, Strength, Transform, Where
-from steelyard.spec import is_finite, is_whole
+from steelyard.spec.checks import is_finite, is_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,7 @@ class _Noise(Transform):
             _add_shards(slots, draw)
             return
         for (gradients,) in batches([slot.gradient for slot in slots]):
-            torch._foreach_add_(gradients, [draw(gradient) for gradient in gradients])
+            add_each_(gradients, [draw(gradient) for gradient in gradients])
 
 
 class _Draw:

@@ -109,13 +109,13 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
     modules = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
     chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
-        found = {name: m for name, m in modules.items() if fnmatchcase(name, pattern)}
-        if not found:
+        matching = {name: m for name, m in modules.items() if fnmatchcase(name, pattern)}
+        if not matching:
             paths = ", ".join(repr(name) for name in modules) or "none"
             raise InputError(
                 f"a module path must match one in the model, got {pattern!r}; there are: {paths}."
             )
-        for name, module in found.items():
+        for name, module in matching.items():
             # A shared module has several paths; it is recorded under the first that matches.
             if not any(module is other for other in chosen.values()):
                 chosen[name] = module
@@ -124,7 +124,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
 
 def _first_tensor(name: str, output: object) -> Tensor:
     if isinstance(output, tuple | list):
-        output = next((each for each in output if isinstance(each, Tensor)), output)
+        output = next((item for item in output if isinstance(item, Tensor)), output)
     if not isinstance(output, Tensor):
         raise InputError(
             f"a captured module must give a tensor or a tuple with one, got "

@@ -4,7 +4,7 @@ A component is one formula of the softmax with a gradient in closed form. `kl` w
 `direction="symmetric"`, for example, is half of FORWARD and half of REVERSE.
 
 A new kind gets its number, its inputs and its term here, its formulas in `_formulas`, and its
-function in `logit_terms`. It then works on every backend. Its pieces in `_kernel_components` make
+function in `logit_terms`. It then works on every backend. Its pieces in `_triton_components` make
 it part of the Triton kernels; without them, calls with it take the plain formulas on a GPU too.
 Those in `cluster/components.cuh` make it part of the cluster kernel.
 """
@@ -18,8 +18,9 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 from steelyard.errors import InputError
-from steelyard.penalties._options import flag, one_of, positive
-from steelyard.spec import Schedule, check_weight, listed, options_of, weight_at
+from steelyard.penalties._checks import flag, one_of, positive
+from steelyard.spec.protocol import Schedule, listed, options_of
+from steelyard.spec.weights import check_weight, weight_at
 
 ENTROPY, FORWARD, REVERSE, JS, Z_LOSS, CROSS_ENTROPY = range(6)
 NEED_REFERENCE = frozenset({FORWARD, REVERSE, JS})
@@ -239,7 +240,10 @@ def can_share_kernel(first: WeightedComponents, second: WeightedComponents) -> b
     """Return whether one kernel computes both: one temperature, and one limit for each kind."""
     components = {component for component, _ in (*first, *second)}
     kinds = {component.kind for component in components}
-    return len(kinds) == len(components) and len({each.temperature for each in components}) == 1
+    return (
+        len(kinds) == len(components)
+        and len({component.temperature for component in components}) == 1
+    )
 
 
 def components_of(terms: Sequence[LogitTerm]) -> list[Component]:
@@ -274,5 +278,5 @@ def names_that(need: Callable[[Sequence[Component]], bool]) -> str:
     Args:
         need: `needs_reference` or `needs_targets`.
     """
-    components = {name: [each for each, _ in _build(name, 2, {})] for name in TERM_NAMES}
+    components = {name: [component for component, _ in _build(name, 2, {})] for name in TERM_NAMES}
     return " and ".join(name for name, own in components.items() if need(own))

@@ -8,22 +8,21 @@ from typing import Any, TypeAlias
 from steelyard.errors import GradientError
 from steelyard.penalties._arrays import Array, cast, constant, is_jax, is_torch
 from steelyard.penalties._reduction import reduce
-from steelyard.penalties.from_logits._blockwise import Wants, masked_block, sweep
 from steelyard.penalties.from_logits._components import Component, WeightedComponents
-from steelyard.penalties.from_logits._formulas import component_values
+from steelyard.penalties.from_logits._formulas import Wants, component_values, masked_block, sweep
 from steelyard.penalties.from_logits._logit_inputs import Rows, ShardedRows, check_targets
-from steelyard.penalties.from_logits._projection_inputs import Projected
+from steelyard.penalties.from_logits.projection import Projected
 
 # The total, differentiable; the components' values; the gradient by the logits, if it was computed;
 # the inner products of the components' gradients, if they are tracked.
 Evaluated: TypeAlias = tuple[Array, Array, Array | None, Array | None]
 
 
-def weighted_sum(
+def weighted_total(
     given: Rows | Projected | ShardedRows, terms: WeightedComponents, reduction: str
 ) -> Array:
     """Weighted sum of components, reduced over rows; differentiable in torch and JAX."""
-    components, weights = [each for each, _ in terms], [factor for _, factor in terms]
+    components, weights = [component for component, _ in terms], [factor for _, factor in terms]
     if isinstance(given, ShardedRows):
         return evaluate(given, components, weights, reduction)[0]
     if _has_operators(given):
@@ -59,9 +58,11 @@ def value_rows(rows: Rows, components: Sequence[Component]) -> Array:
         arrays = (masked_block(xp, x, slice(None), rows.mask) for x in rows[1:4])
         return xp.stack(component_values(xp, components, *arrays))
     if is_jax(rows.logits):
-        from steelyard.penalties.from_logits import _jax  # noqa: PLC0415  # needs JAX
+        from steelyard.penalties.from_logits import _evaluate_jax  # noqa: PLC0415  # needs JAX
 
-        return _jax.value_rows(rows.logits, rows.reference, rows.targets, rows.mask, components)
+        return _evaluate_jax.value_rows(
+            rows.logits, rows.reference, rows.targets, rows.mask, components
+        )
     check_targets(rows.targets, rows.mask, rows.classes)
     scale, _ = rows.scale("sum")
     return sweep(
@@ -100,8 +101,9 @@ def _has_operators(given: Rows | Projected) -> bool:
 def _in_transform() -> bool:
     import torch  # noqa: PLC0415  # installed: tensors were passed
 
-    transforms = torch._C._are_functorch_transforms_active  # noqa: SLF001  # no public API
-    return not torch.compiler.is_compiling() and transforms()
+    from steelyard._torch_internals import active_transforms  # noqa: PLC0415  # needs torch
+
+    return not torch.compiler.is_compiling() and bool(active_transforms())
 
 
 def _evaluate_torch(
@@ -116,20 +118,20 @@ def _evaluate_torch(
     With the reductions "mean" and "sum" the forward pass computes the gradient as well, unless it
     is deferred: then each row's factor is known in the backward pass only, as for "none".
     """
-    from steelyard.penalties.from_logits import _linear_operators, _operators  # noqa: PLC0415  # need torch
+    from steelyard.penalties.from_logits import _linear_operators, _torch_operators  # noqa: PLC0415  # need torch
 
-    flat: tuple[Any, ...] = (*_operators.flat(components), list(weights))
+    flat: tuple[Any, ...] = (*_torch_operators.flat(components), list(weights))
     rows = given.rows
     if isinstance(given, Projected):
         by_rows, at_once = _linear_operators.rows, _linear_operators.compose_linear
         problem, flat = given.arrays, (*flat, given.chunk)
-        wanted = _operators.wanted(*problem[:3])
+        wanted = _torch_operators.wanted(*problem[:3])
         deferred = given.defers_gradient(wanted)
     else:
-        by_rows, at_once = _operators.rows, _operators.compose
+        by_rows, at_once = _torch_operators.rows, _torch_operators.compose
         problem = (rows.logits, rows.reference, rows.targets)
-        wanted = _operators.wanted(rows.logits, rows.reference)
-        deferred = _operators.defers_gradient(rows.logits, rows.reference)
+        wanted = _torch_operators.wanted(rows.logits, rows.reference)
+        deferred = _torch_operators.defers_gradient(rows.logits, rows.reference)
         wanted[0] |= tracks
     scale, share = rows.scale(reduction)
     if deferred or reduction == "none":
@@ -137,7 +139,8 @@ def _evaluate_torch(
         if reduction == "none":
             return total.reshape(rows.shape), values, None, None
         total, values = (
-            share * (each if scale is None else each * scale).sum(-1) for each in (total, values)
+            share * (rows_of if scale is None else rows_of * scale).sum(-1)
+            for rows_of in (total, values)
         )
         if not tracks:
             return total, values.detach(), None, None
@@ -175,9 +178,9 @@ def _evaluate_arrays(
         )
     arrays = (constant(rows.logits), rows.reference, rows.targets)
     if is_jax(rows.logits):
-        from steelyard.penalties.from_logits import _jax  # noqa: PLC0415  # needs JAX
+        from steelyard.penalties.from_logits import _evaluate_jax  # noqa: PLC0415  # needs JAX
 
-        result = _jax.gradient_and_gram(*arrays, scale, components, weights)
+        result = _evaluate_jax.gradient_and_gram(*arrays, scale, components, weights)
     else:
         result = sweep(xp, *arrays, scale, components, weights, Wants(logits=True, gram=True))
     return total, values, result.logits, result.gram

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from steelyard.penalties.from_logits._blockwise import SweepResult, Wants
 from steelyard.penalties.from_logits._components import Component
-from steelyard.penalties.from_logits._operators import (
+from steelyard.penalties.from_logits._formulas import SweepResult, Wants
+from steelyard.penalties.from_logits._torch_operators import (
+    operator,
     refuse_second_order,
     run_sweep,
     scale_gradients,
 )
-from steelyard.penalties.from_logits._torch_operator import operator
 from steelyard.penalties.from_logits.cluster.launch import ClusterResult
 
 # Components as flat lists: a torch operator takes no tuples.
@@ -63,7 +63,7 @@ class _Problem(NamedTuple):
         self, at: slice, rows: Tensor, share: float, wants: Wants
     ) -> SweepResult | ClusterResult:
         """Compute the logits of a chunk and sweep over them; the gradient may overwrite them."""
-        each = zip(self.kinds, self.temperatures, self.limits, strict=True)
+        components = zip(self.kinds, self.temperatures, self.limits, strict=True)
         reference = None if self.reference is None else self.reference[at]
         if reference is not None and self.reference_weight is not None:
             reference = _logits(reference, self.reference_weight, self.reference_bias)
@@ -72,7 +72,7 @@ class _Problem(NamedTuple):
             reference,
             None if self.targets is None else self.targets[at],
             None if self.scale is None else self.scale[at],
-            [Component(*component) for component in each],
+            [Component(*component) for component in components],
             [share * weight for weight in self.weights],
             wants,
             in_place=True,
@@ -150,15 +150,15 @@ def _compose_linear(*given: Any) -> tuple[Tensor, ...]:
     products = torch.zeros(count, count, dtype=torch.float64, device=device)
     for at in problem.chunks():
         rows = problem.rows(at)
-        found = problem.sweep(at, rows, share, Wants(logits=any(by), gram=gram))
-        values = found.values.sum(1, dtype=torch.float64)
+        sweep = problem.sweep(at, rows, share, Wants(logits=any(by), gram=gram))
+        values = sweep.values.sum(1, dtype=torch.float64)
         sums[:count] += share * values[:count]
         sums[count] += values[count:].sum()
-        if found.gram is not None:
-            products += share**2 * found.gram
-        if found.logits is not None:
-            gradients.add(at, rows, found.logits)
-        del found  # frees the chunk before the next one is computed
+        if sweep.gram is not None:
+            products += share**2 * sweep.gram
+        if sweep.logits is not None:
+            gradients.add(at, rows, sweep.logits)
+        del sweep  # frees the chunk before the next one is computed
     return (
         sums[count].to(problem.wide, copy=True),
         sums[:count].to(problem.wide, copy=True),
@@ -210,8 +210,11 @@ def _rows(*given: Any) -> tuple[Tensor, Tensor]:
     count = len(problem.kinds)
     values = problem.hidden.new_empty((count + 1, len(problem.hidden)), dtype=problem.wide)
     for at in problem.chunks():
-        found = problem.sweep(at, problem.rows(at), 1.0, Wants()).values
-        values[:count, at], values[count, at] = found[:count], found[count:].sum(0)
+        values_of_chunk = problem.sweep(at, problem.rows(at), 1.0, Wants()).values
+        values[:count, at], values[count, at] = (
+            values_of_chunk[:count],
+            values_of_chunk[count:].sum(0),
+        )
     return values[count].clone(), values[:count].clone()
 
 
@@ -235,13 +238,15 @@ def _rows_backward(ctx: Any, by_rows: Tensor, *others: None) -> tuple[Any, ...]:
     """Recompute each chunk's logits: each row's factor is known only in the backward pass."""
     del others
     refuse_second_order()
-    *tensors, scale = [None if each is None else each.detach() for each in ctx.saved_tensors]
-    factor = by_rows.detach().contiguous()  # see `_operators._sweep_back`
+    *tensors, scale = [None if tensor is None else tensor.detach() for tensor in ctx.saved_tensors]
+    factor = by_rows.detach().contiguous()  # see `_torch_operators._sweep_back`
     factor = factor if scale is None else factor * (scale != 0)
     wants = list(ctx.needs_input_grad[:3])
     computed = rows_back(*tensors, factor, *ctx.rest, wants)
-    found = [each if wanted else None for each, wanted in zip(computed, wants, strict=True)]
-    return (*found, *[None] * (len(ctx.needs_input_grad) - len(found)))
+    gradients = [
+        gradient if wanted else None for gradient, wanted in zip(computed, wants, strict=True)
+    ]
+    return (*gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients)))
 
 
 rows = operator(
@@ -260,9 +265,9 @@ def _rows_back(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     gradients = _Gradients(problem, wants)
     for at in problem.chunks():
         rows = problem.rows(at)
-        found = problem.sweep(at, rows, 1.0, Wants(logits=True))
-        gradients.add(at, rows, found.logits)  # type: ignore[arg-type]  # wanted, so not None
-        del found  # frees the chunk before the next one is computed
+        sweep = problem.sweep(at, rows, 1.0, Wants(logits=True))
+        gradients.add(at, rows, sweep.logits)  # type: ignore[arg-type]  # wanted, so not None
+        del sweep  # frees the chunk before the next one is computed
     return gradients.in_input_dtype
 
 

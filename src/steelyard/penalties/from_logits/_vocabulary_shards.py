@@ -18,11 +18,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from steelyard.errors import GradientError, InputError
-from steelyard.penalties._arrays import Array, gram
+from steelyard.penalties._arrays import Array, gram_of_rows
 from steelyard.penalties.divergences import LOG_ZERO
-from steelyard.penalties.from_logits._blockwise import masked_block
 from steelyard.penalties.from_logits._components import NEED_REFERENCE, Component
-from steelyard.penalties.from_logits._formulas import Block, gradients_of_block
+from steelyard.penalties.from_logits._formulas import Block, gradients_of_block, masked_block
 from steelyard.penalties.from_logits._logit_inputs import (
     ShardedRows,
     accept_rows,
@@ -116,19 +115,21 @@ class _Rows(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = given.rows
         block = _ShardBlock(given, components)
-        found = gradients_of_block(block, components, block.add_up)
+        gradients = gradients_of_block(block, components, block.add_up)
         kept = 1.0 if rows.mask is None else rows.mask.to(rows.dtype)
-        values = torch.stack([value * kept for value, *_ in found])
+        values = torch.stack([value * kept for value, *_ in gradients])
         total = sum(w * value for w, value in zip(weights, values, strict=True))
-        by_logits = _weighted([each[1] for each in found], weights, kept, logits)
+        by_logits = _weighted([gradient[1] for gradient in gradients], weights, kept, logits)
         by_reference = None
         if reference is not None and ctx.needs_input_grad[1]:
-            by_reference = _weighted([each[2] for each in found], weights, kept, reference)
+            by_reference = _weighted(
+                [gradient[2] for gradient in gradients], weights, kept, reference
+            )
         ctx.save_for_backward(by_logits, by_reference)
         products = logits.new_empty(0)
         if scale is not None:
-            flat = [(each[1] * (kept * scale)[:, None]).reshape(-1) for each in found]
-            products = gram(xp, torch.stack(flat)).double()
+            flat = [(gradient[1] * (kept * scale)[:, None]).reshape(-1) for gradient in gradients]
+            products = gram_of_rows(xp, torch.stack(flat)).double()
             dist.all_reduce(products, group=given.group)
         ctx.mark_non_differentiable(values, products)
         return total, values, products
@@ -140,10 +141,10 @@ class _Rows(torch.autograd.Function):
                 "a penalty from logits must be differentiated once, got create_graph=True; for "
                 "second derivatives gather the logits, logits.full_tensor()."
             )
-        found = [
+        gradients = [
             None if x is None else (x * by_rows[:, None]).to(x.dtype) for x in ctx.saved_tensors
         ]
-        return *found, None, None, None, None
+        return *gradients, None, None, None, None
 
 
 class _ShardBlock(Block):
@@ -153,8 +154,12 @@ class _ShardBlock(Block):
         rows = given.rows
         super().__init__(xp, *(masked_block(xp, x, slice(None), rows.mask) for x in rows[1:4]))
         self._shard = given
-        keys = {(False, each.temperature) for each in components}
-        keys |= {(True, each.temperature) for each in components if each.kind in NEED_REFERENCE}
+        keys = {(False, component.temperature) for component in components}
+        keys |= {
+            (True, component.temperature)
+            for component in components
+            if component.kind in NEED_REFERENCE
+        }
         self._log_sums = self._gather(sorted(keys))
 
     def log_sum(self, component: Component) -> Array:

@@ -17,12 +17,16 @@ from steelyard.penalties.from_logits._components import (
     can_share_kernel,
     parse_terms,
 )
-from steelyard.penalties.from_logits.composed_logits import ComposedLogits, compose_logits
+from steelyard.penalties.from_logits.compose import ComposedLogits, compose_logits
 
 
 def _positional(fn: Callable[..., Array]) -> tuple[str, ...]:
     parameters = inspect.signature(fn).parameters.values()
-    return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+    return tuple(
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    )
 
 
 # Functions whose calls can be fused, with the arrays that each takes by position.
@@ -138,7 +142,7 @@ def is_fusable(fn: Callable[..., Array]) -> bool:
 
 def parameters_of(fn: Callable[..., Array]) -> tuple[str, ...] | None:
     """Arrays that `fn` takes by position; None if its calls cannot be fused."""
-    return next((names for each, names in _FUNCTIONS if each is fn), None)
+    return next((names for function, names in _FUNCTIONS if function is fn), None)
 
 
 def fusable(calls: Iterable[LogitCall]) -> list[Fused]:
@@ -186,7 +190,7 @@ def _can_join(group: Fused, call: LogitCall) -> bool:
         group.arrays["logits"] is call.arrays["logits"]
         and group.arrays.get("mask") is call.arrays.get("mask")
         and first.options.get("reduction", "mean") == call.options.get("reduction", "mean")
-        and all(each.fits(call) for each in group.calls)
+        and all(fusible.fits(call) for fusible in group.calls)
         and all(
             group.arrays[name] is call.arrays[name]
             for name in ("reference", "targets")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +17,21 @@ from torch import Tensor, nn
 from steelyard.errors import InputError
 from steelyard.penalties.from_logits.projection import Projection
 
-__all__ = ["Heard", "affine", "forward_replaced", "overheard", "stand_in"]
-
 
 @dataclass(eq=False)
-class Heard:
+class RecordedCall:
     """Record of an output layer's last call, of the last one with a graph if there was one.
 
     Attributes:
         layer: The layer.
         hidden: Its input; None before the first call.
-        made: Its output.
+        output: Its output.
         dtype: The dtype of autocast, if that was enabled.
     """
 
     layer: nn.Module
     hidden: Tensor | None = None
-    made: Tensor | None = None
+    output: Tensor | None = None
     dtype: torch.dtype | None = None
 
     @property
@@ -52,37 +50,37 @@ class Heard:
 
     def untouched(self, logits: Tensor) -> bool:
         """Return whether the model's logits are the layer's output, up to their dtype."""
-        made = self.made
-        if made is None or made.shape != logits.shape:
+        output = self.output
+        if output is None or output.shape != logits.shape:
             return False
         # Comparing the last position is enough to see a scaling or a cap, and costs little.
-        return torch.equal(made[..., -1, :].to(logits.dtype), logits[..., -1, :])
+        return torch.equal(output[..., -1, :].to(logits.dtype), logits[..., -1, :])
 
 
 @contextmanager
-def overheard(
+def record_call(
     layer: nn.Module, instead: Callable[[Tensor], Tensor] | None = None
-) -> Iterator[Heard]:
+) -> Iterator[RecordedCall]:
     """Record the input and output of an output layer within the `with` block.
 
     Args:
         layer: The layer.
         instead: Replaces the layer's forward pass; None computes its logits.
     """
-    heard, own = Heard(layer), layer.forward
+    call, own = RecordedCall(layer), layer.forward
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        made: Tensor = own(hidden, *args, **kwargs) if instead is None else instead(hidden)
+        output: Tensor = own(hidden, *args, **kwargs) if instead is None else instead(hidden)
         # Ignore a later pass without a graph, for example of a reference model.
-        if heard.hidden is None or torch.is_grad_enabled():
+        if call.hidden is None or torch.is_grad_enabled():
             kind = hidden.device.type
             cast = torch.is_autocast_enabled(kind)
-            heard.hidden, heard.made = hidden, made
-            heard.dtype = torch.get_autocast_dtype(kind) if cast else None
-        return made
+            call.hidden, call.output = hidden, output
+            call.dtype = torch.get_autocast_dtype(kind) if cast else None
+        return output
 
     with forward_replaced(layer, forward):
-        yield heard
+        yield call
 
 
 @contextmanager
@@ -108,7 +106,7 @@ def stand_in(hidden: Tensor) -> Tensor:
     """Placeholder for the output of a layer whose logits are not read.
 
     It is one column of the value 64, which any scaling or soft cap of the logits would change, so
-    that `Heard.untouched` detects it.
+    that `RecordedCall.untouched` detects it.
     """
     return torch.full_like(hidden[..., :1], 64.0)
 
@@ -122,6 +120,37 @@ def affine(layer: Any) -> tuple[Tensor, Tensor | None]:
     Raises:
         InputError: The layer is neither `torch.nn.Linear` nor peft's LoRA of one.
     """
+    linear, names = _linear_and_adapters(layer)
+    weight: Tensor = linear.weight
+    for name in names:
+        weight = weight + layer.get_delta_weight(name)
+    return weight, linear.bias
+
+
+class LowRank(NamedTuple):
+    """Summand `scale · B A` of a weight, with `A: [rank, features]` and `B: [classes, rank]`."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def factors(layer: Any) -> tuple[Tensor, Tensor | None, list[LowRank]]:
+    """Weight and bias of an output layer without LoRA, and what LoRA adds to the weight.
+
+    Raises:
+        InputError: The layer is neither `torch.nn.Linear` nor peft's LoRA of one.
+    """
+    linear, names = _linear_and_adapters(layer)
+    added = [
+        LowRank(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
+        for name in names
+    ]
+    return linear.weight, linear.bias, added
+
+
+def _linear_and_adapters(layer: Any) -> tuple[nn.Linear, list[str]]:
+    """Base layer of an output layer, and the names of the adapters that it applies."""
     linear = getattr(layer, "base_layer", layer)
     names = [name for name in getattr(layer, "lora_A", ()) if name in layer.active_adapters]
     varied = [name for name in names if name in layer.lora_variant]
@@ -136,8 +165,5 @@ def affine(layer: Any) -> tuple[Tensor, Tensor | None]:
             f"a projection needs plain LoRA in the output layer, got a variant of it "
             f"({varied[0]!r}): read logits."
         )
-    weight: Tensor = linear.weight
-    if names and not layer.merged and not layer.disable_adapters:
-        for name in names:
-            weight = weight + layer.get_delta_weight(name)
-    return weight, linear.bias
+    applied = names if names and not layer.merged and not layer.disable_adapters else []
+    return linear, applied

@@ -14,9 +14,8 @@ from steelyard.penalties.from_logits._components import (
     kl_components,
     single_component,
 )
-from steelyard.penalties.from_logits._evaluate import weighted_sum
-from steelyard.penalties.from_logits._projection_inputs import accept
-from steelyard.penalties.from_logits.projection import Projection
+from steelyard.penalties.from_logits._evaluate import weighted_total
+from steelyard.penalties.from_logits.projection import Projection, accept
 from steelyard.penalties.primitives import Reduction
 
 
@@ -59,7 +58,7 @@ def entropy(
     components = entropy_components(
         rows.classes, mode=mode, normalize=normalize, temperature=temperature
     )
-    return weighted_sum(rows, components, reduction)
+    return weighted_total(rows, components, reduction)
 
 
 def kl(
@@ -105,7 +104,7 @@ def kl(
     components = kl_components(
         direction=direction, temperature=temperature, max_log_ratio=max_log_ratio
     )
-    return weighted_sum(accept(logits, reference, mask=mask), components, reduction)
+    return weighted_total(accept(logits, reference, mask=mask), components, reduction)
 
 
 def js(
@@ -141,7 +140,7 @@ def js(
     """
     accept_reduction(reduction)
     rows = accept(logits, reference, mask=mask)
-    return weighted_sum(rows, single_component(JS, temperature=temperature), reduction)
+    return weighted_total(rows, single_component(JS, temperature=temperature), reduction)
 
 
 def z_loss(
@@ -175,7 +174,7 @@ def z_loss(
         Chowdhery et al. (2022), "PaLM: scaling language modeling with pathways", section 5.
     """
     accept_reduction(reduction)
-    return weighted_sum(
+    return weighted_total(
         accept(logits, mask=mask), single_component(Z_LOSS, temperature=temperature), reduction
     )
 
@@ -212,7 +211,7 @@ def cross_entropy(
     """
     accept_reduction(reduction)
     rows = accept(logits, targets=targets, mask=mask)
-    return weighted_sum(rows, single_component(CROSS_ENTROPY, temperature=temperature), reduction)
+    return weighted_total(rows, single_component(CROSS_ENTROPY, temperature=temperature), reduction)
 
 
 def target_logprobs(
@@ -244,4 +243,4 @@ def target_logprobs(
     """
     [(component, _)] = single_component(CROSS_ENTROPY, temperature=temperature)
     rows = accept(logits, targets=targets, mask=mask)
-    return weighted_sum(rows, [(component, -1.0)], "none")
+    return weighted_total(rows, [(component, -1.0)], "none")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from steelyard.engine.server.uploaded_loss import LossProcess
+from steelyard.engine.server.uploaded_loss.loss_process import LossProcesses
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Meter:
         process: runs losses, and has run one.
     """
 
-    def __init__(self, process: LossProcess) -> None:
+    def __init__(self, process: LossProcesses) -> None:
         self.pid = pid_of(process)
         processes = [psutil.Process(), psutil.Process(self.pid)]
         self._has_peak = [_begin_peak(each.pid) for each in processes]
@@ -56,10 +56,11 @@ class Meter:
         return times.user + times.system, size
 
 
-def pid_of(process: LossProcess) -> int:
-    """Return the id of the process that runs losses."""
-    child = process._child
-    assert child is not None
+def pid_of(process: LossProcesses) -> int:
+    """Return the id of the one process that runs losses; wait until it is idle."""
+    with process._changed:
+        assert process._changed.wait_for(lambda: process._idle, 600)
+        (child,) = process._idle
     pid = child._process.pid
     assert isinstance(pid, int)
     return pid

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 from torch import Tensor
 
-from steelyard.engine.server.uploaded_loss.allowlist import (
+from steelyard.engine.server.uploaded_loss.operations import (
     ATTRIBUTES,
     DTYPES,
     FUNCTIONS,

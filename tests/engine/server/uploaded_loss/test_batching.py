@@ -7,10 +7,16 @@ import torch
 from tinker import types
 from torch import Tensor
 
-from steelyard.engine.server.uploaded_loss import LossBudget, TracedLoss, validate_loss
-from steelyard.engine.server.uploaded_loss.allowlist import FUNCTIONS, METHODS
-from steelyard.engine.server.uploaded_loss.batching import group_by_shape, run_alone, run_together
-from steelyard.engine.server.uploaded_loss.interpreter import ALONE
+from steelyard.engine.server.uploaded_loss.budget import LossBudget
+from steelyard.engine.server.uploaded_loss.interpreter import (
+    ALONE,
+    TracedLoss,
+    group_by_shape,
+    run_alone,
+    run_together,
+)
+from steelyard.engine.server.uploaded_loss.operations import FUNCTIONS, METHODS
+from steelyard.engine.server.uploaded_loss.validate import validate_loss
 from steelyard.errors import InputError
 from tests.engine.data import datum, ragged
 

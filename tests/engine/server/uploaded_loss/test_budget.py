@@ -11,13 +11,16 @@ import tinker
 import torch
 from torch import Tensor
 
-from steelyard.engine.server.uploaded_loss import BoundLoss, LossBudget, budget, validate_loss
+from steelyard.engine.server.uploaded_loss import budget
 from steelyard.engine.server.uploaded_loss.budget import (
     BudgetMode,
+    LossBudget,
     Measured,
     Stopwatch,
     predict_sizes,
 )
+from steelyard.engine.server.uploaded_loss.interpreter import BoundLoss
+from steelyard.engine.server.uploaded_loss.validate import validate_loss
 from steelyard.errors import InputError
 from tests.engine.data import SMALL, datum, ragged
 from tests.engine.server.wire_client import start
@@ -245,7 +248,7 @@ def test_a_client_beyond_its_budget_fails_and_others_go_on(tmp_path: Path) -> No
             greedy.create_custom_loss(fn, {"logprobs": 1}).result() for fn in (endless, vast)
         )
         gate = threading.Event()
-        running._state.loss_thread.submit(gate.wait)  # a loss that takes long
+        running._state.loss_queue.submit("a", lambda _: gate.wait())  # a loss that takes long
         data = ragged(0, [100] * 300)
         futures = [theirs.forward_backward_custom(data, slow) for _ in range(2)]
         futures.append(theirs.forward_backward_custom(ragged(0, [255]), large))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from steelyard.engine.server.uploaded_loss.program import Program
+from steelyard.engine.server.uploaded_loss.operations import Program
 from steelyard.errors import InputError
 
 from .graphs import LOGPROBS, X, call, upload

@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from steelyard.penalties.from_logits.cluster.compiler import SWEEP, Variant, cubin
-from steelyard.penalties.from_logits.cluster.driver import DriverError, Kernel
+from steelyard.penalties.from_logits.cluster.cuda_kernel import (
+    SWEEP,
+    DriverError,
+    Kernel,
+    Variant,
+    cubin,
+)
 
 HAS_CLUSTERS = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from steelyard.penalties.from_logits import compose_logits
-from steelyard.penalties.from_logits._blockwise import Wants
 from steelyard.penalties.from_logits._components import ENTROPY, FORWARD, Component
-from steelyard.penalties.from_logits.cluster import compiler, launch
+from steelyard.penalties.from_logits._formulas import Wants
+from steelyard.penalties.from_logits.cluster import cuda_kernel, launch
 from tests.penalties.from_logits.cases import by_autograd, inputs, written
 
 HAS_CLUSTERS = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -38,7 +38,7 @@ def test_the_numbers_of_the_kinds_are_those_of_the_source() -> None:
     listed = ", ".join(
         f"{name} = {kind}" for name, kind in zip(names, launch.KERNEL_KINDS, strict=True)
     )
-    assert f"constexpr int {listed};" in compiler._source(compiler.SWEEP)
+    assert f"constexpr int {listed};" in cuda_kernel._source(cuda_kernel.SWEEP)
 
 
 @pytest.mark.parametrize(
@@ -84,16 +84,16 @@ def test_a_gpu_without_the_compiler(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*variant: Any) -> bytes:
-        raise compiler.CompilerError("no compiler.")
+        raise cuda_kernel.CompilerError("no compiler.")
 
     monkeypatch.setattr(launch, "cubin", fails)
     launch.log_once.cache_clear()
-    launch._kernel.cache_clear()
+    launch._sweep_kernel.cache_clear()
     launch._plan.cache_clear()
     z = torch.randn(4, 100, device="cuda", requires_grad=True)
     with caplog.at_level(logging.WARNING):
         compose_logits(z, ["entropy"]).total.backward()
-    launch._kernel.cache_clear()
+    launch._sweep_kernel.cache_clear()
     launch._plan.cache_clear()
     assert "no compiler." in caplog.text
     assert z.grad is not None

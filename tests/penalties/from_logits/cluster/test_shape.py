@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from steelyard.penalties.from_logits.cluster.shape import ClusterShape, shape_for
+from steelyard.penalties.from_logits.cluster.launch import ClusterShape, shape_for
 
 HOPPER = (232448, 233472)  # bytes of shared memory in a block and in a multiprocessor
 

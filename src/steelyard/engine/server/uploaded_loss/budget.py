@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from steelyard._torch_internals import TorchDispatchMode
 from steelyard.errors import InputError
 
 MAX_ELEMENTS = 2**24
@@ -38,7 +38,7 @@ _SLOWDOWN_OTHERS = 16
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm, _ATEN.mv, _ATEN.addmv}
 # Singular values, of `norm(p="nuc")`, take about as long as so many products of the matrix.
-_SVD, _PRODUCTS_OF_SVD = _ATEN._linalg_svd, 20  # noqa: SLF001 - torch has no other name for it
+_SVD, _PRODUCTS_OF_SVD = "aten::_linalg_svd", 20
 
 Sizes = list[tuple[Sequence[int], int]]  # shape and bytes of each tensor
 
@@ -66,11 +66,13 @@ class Measured:
 
     @property
     def is_small(self) -> bool:
-        """Whether all operations together take so little that none needs a check of its own."""
+        """True if all operations together take so little that none needs a check of its own."""
         return self.complete and self.work <= _SMALL_WORK
 
     def times_within(self, max_bytes: int) -> int:
-        """How many such runs together are still small, and within the memory."""
+        """Number of such runs that together are still small, and within the memory; at least 1."""
+        if not self.is_small:
+            return 1
         by_work = _SMALL_WORK // max(self.work, 1)
         return max(1, min(by_work, max_bytes // max(self.peak_bytes, 1)))
 
@@ -313,9 +315,10 @@ def predict_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         ) from error
     except (IndexError, RuntimeError, TypeError, ValueError):
         return []  # the call itself raises it, with the real values
-    given = {id(tensor.untyped_storage()) for tensor in find_tensors([meta_args, options])}
+    shared = {id(tensor.untyped_storage()) for tensor in find_tensors([meta_args, options])}
     return [
-        (each.shape, 0 if id(each.untyped_storage()) in given else each.nbytes) for each in results
+        (result.shape, 0 if id(result.untyped_storage()) in shared else result.nbytes)
+        for result in results
     ]
 
 
@@ -326,7 +329,7 @@ def _shapes_key(value: Any) -> Any:
     if isinstance(value, dict):
         value = [*value.items()]
     if isinstance(value, list | tuple):
-        return tuple(_shapes_key(each) for each in value)
+        return tuple(_shapes_key(item) for item in value)
     return (type(value), value)
 
 
@@ -335,9 +338,9 @@ def find_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
-        return [t for each in value.values() for t in find_tensors(each)]
+        return [tensor for item in value.values() for tensor in find_tensors(item)]
     if isinstance(value, list | tuple):
-        return [t for each in value for t in find_tensors(each)]
+        return [tensor for item in value for tensor in find_tensors(item)]
     return []
 
 
@@ -348,11 +351,11 @@ def to_meta(value: Any) -> Any:
     if isinstance(value, torch.device):
         return torch.device("meta")
     if isinstance(value, dict):
-        return {key: to_meta(each) for key, each in value.items()}
+        return {key: to_meta(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [to_meta(each) for each in value]
+        return [to_meta(item) for item in value]
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return tuple(to_meta(each) for each in value)
+        return tuple(to_meta(item) for item in value)
     return value
 
 
@@ -365,11 +368,11 @@ def _is_on_meta(operands: Sequence[Tensor], kwargs: Mapping[str, Any]) -> bool:
 
 def _seconds_of_product(func: Any, args: Sequence[Any]) -> float:
     """Estimated time of a product of matrices, or of singular values; 0 for everything else."""
-    if func.overloadpacket is _SVD:
+    if func.name() == _SVD:
         left: Tensor = args[0]
         columns = min(left.shape[-2:]) * _PRODUCTS_OF_SVD
     elif func.overloadpacket in _PRODUCTS:
-        left, right = [each for each in args if isinstance(each, Tensor)][-2:]
+        left, right = [arg for arg in args if isinstance(arg, Tensor)][-2:]
         columns = right.shape[-1] if right.dim() > 1 else 1
     else:
         return 0.0
@@ -393,15 +396,15 @@ def _pieces(func: Any, source: Any = None, size: Any = 0, dim: int = 0, *_: Any,
 
 def _indices_of_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Indices of `x[...]` on `meta`, each mask replaced by the places that it selects."""
-    found: list[Tensor | None] = []
+    on_meta: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype is torch.bool:
             chosen = _count_true(index)
-            place = torch.empty(chosen, dtype=torch.int64, device="meta")
-            found.extend([place] * index.dim())
+            positions = torch.empty(chosen, dtype=torch.int64, device="meta")
+            on_meta.extend([positions] * index.dim())
         else:
-            found.append(to_meta(index))
-    return found
+            on_meta.append(to_meta(index))
+    return on_meta
 
 
 def _count_true(mask: Tensor) -> int:

@@ -18,12 +18,7 @@ import torch
 from tinker import types
 from torch import Tensor
 
-from steelyard.engine.server.uploaded_loss.batching import (
-    BatchResult,
-    group_by_shape,
-    run_alone,
-    run_together,
-)
+from steelyard.engine.datum_tensors import read_field
 from steelyard.engine.server.uploaded_loss.budget import (
     BudgetMode,
     LossBudget,
@@ -31,7 +26,7 @@ from steelyard.engine.server.uploaded_loss.budget import (
     Sizes,
     Stopwatch,
 )
-from steelyard.engine.server.uploaded_loss.program import Program
+from steelyard.engine.server.uploaded_loss.operations import Program
 from steelyard.errors import InputError
 
 _MAX_MEASURED = 1024  # shapes that are remembered for each loss
@@ -95,14 +90,14 @@ class TracedLoss:
             max_bytes: the memory that the loss may take.
 
         Returns:
-            Whether every operation was checked, and the work and the memory of all of them. Those
-            behind a mask cannot be, as their sizes depend on values; they are checked one by one
-            when the loss runs.
+            The work and the memory of all operations, if every one was checked. Those behind a
+            mask cannot be, as their sizes depend on values; they are checked one by one when the
+            loss runs.
 
         Raises:
             InputError: the loss exceeds the budget.
         """
-        key = (max_bytes, *((each.shape, each.dtype) for each in inputs))
+        key = (max_bytes, *((tensor.shape, tensor.dtype) for tensor in inputs))
         if key not in self._measured:
             if len(self._measured) >= _MAX_MEASURED:
                 self._measured.clear()
@@ -110,7 +105,7 @@ class TracedLoss:
         return self._measured[key]
 
     def _measure(self, inputs: Sequence[Tensor], stopwatch: Stopwatch, max_bytes: int) -> Measured:
-        logprobs, *others = [torch.empty_like(each, device="meta") for each in inputs]
+        logprobs, *others = [torch.empty_like(tensor, device="meta") for tensor in inputs]
         mode = BudgetMode(stopwatch, max_bytes)
         try:
             with torch.device("meta"), mode, torch.enable_grad():
@@ -131,14 +126,14 @@ class TracedLoss:
         self,
         inputs: Sequence[Tensor],
         device: str = "cpu",
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Any]:
         """Loss of one datum, and its metrics as the graph computes them.
 
         Args:
             inputs: the log-probs and the fields.
             device: on which tensors are made.
-            check: called before each operation.
+            check: called before each operation; None: nothing is.
 
         Raises:
             InputError: an operation fails, or the output is not a number.
@@ -155,20 +150,7 @@ class TracedLoss:
         tensors = []
         # The log-probs have the shape of target_tokens, which is checked in their place.
         for name, rank in [("target_tokens", logprobs.rank), *((i.name, i.rank) for i in others)]:
-            data = datum.loss_fn_inputs.get(name)
-            if data is None:
-                raise InputError(
-                    f"data[{index}].loss_fn_inputs must hold {name!r}, which the loss "
-                    f"{self.name!r} reads, got {sorted(datum.loss_fn_inputs)}.",
-                    datum=index,
-                )
-            try:
-                tensor = data.to_torch()
-            except (AssertionError, RuntimeError) as error:
-                raise InputError(
-                    f"data[{index}].loss_fn_inputs[{name!r}] must be a whole tensor: {error}",
-                    datum=index,
-                ) from error
+            tensor = read_field(index, datum, name, self.name)
             if rank == 0 and tensor.numel() == 1:
                 tensor = tensor.reshape(())
             if tensor.dim() != rank:
@@ -237,14 +219,12 @@ class BoundLoss:
         inputs = [[row, *own] for row, own in zip(logprobs, self._fields, strict=True)]
         with self._stopwatch:
             for group in group_by_shape(inputs, lambda index: self._largest_group(inputs[index])):
-                for part in self._run(group, inputs):
-                    results.append(part.result)
-                    for index, gradient in zip(
-                        part.data, part.result.gradients or (), strict=False
-                    ):
+                for indices, result in self._run(group, inputs):
+                    results.append(result)
+                    for index, gradient in zip(indices, result.gradients or (), strict=False):
                         gradients[index] = gradient
-        total = torch.stack([each.value for each in results]).sum()
-        if all(each is None for each in gradients) or not bool(torch.isfinite(total)):
+        total = torch.stack([result.value for result in results]).sum()
+        if all(gradient is None for gradient in gradients) or not bool(torch.isfinite(total)):
             raise InputError(
                 f"the loss {self._loss.name!r} must be finite and come from the log-probs, "
                 f"got {total.item()}."
@@ -253,27 +233,33 @@ class BoundLoss:
             torch.zeros_like(row) if gradient is None else gradient
             for row, gradient in zip(logprobs, gradients, strict=True)
         ]
-        metrics = _sums([each.metrics for each in results])
+        metrics = _sums([result.metrics for result in results])
         count = len(logprobs)
         means = {k: v / count if k.endswith(":mean") else v for k, v in metrics.items()}
         return LossResult(total, known, means)
 
-    def _run(self, group: list[int], inputs: Sequence[Sequence[Tensor]]) -> Iterator[_Part]:
-        """Run data of equal shapes, together or, if they cannot be, one by one."""
+    def _run(
+        self, group: list[int], inputs: Sequence[Sequence[Tensor]]
+    ) -> Iterator[tuple[list[int], BatchResult]]:
+        """Run data of equal shapes, together or, if they cannot be, one by one.
+
+        Yields the indices of data that ran together, and their result.
+        """
         together = self._run_together([inputs[index] for index in group])
         if together is not None:
-            yield _Part(group, together)
+            yield group, together
             return
         for index in group:
             with self._watched(self._measure(inputs[index])):
                 result = run_alone(self._evaluate, inputs[index])
-            yield _Part([index], result)
+            yield [index], result
 
     def _run_together(self, inputs: Sequence[Sequence[Tensor]]) -> BatchResult | None:
         if len(inputs) == 1 or not self._loss.batches:
             return None
         try:
-            return run_together(self._evaluate, inputs)
+            # Together they are small: none of their operations needs a look at the time.
+            return run_together(self._loss.evaluate, inputs)
         except Exception:  # noqa: BLE001 - of vmap, or of a datum: run alone, it names the operation
             self._stopwatch.check()
             self._loss.batches = False
@@ -284,10 +270,7 @@ class BoundLoss:
 
     def _largest_group(self, inputs: Sequence[Tensor]) -> int:
         """Number of data like this one that may run together, within the budget."""
-        measured = self._measure(inputs)
-        if not measured.is_small:
-            return 1
-        return measured.times_within(self._budget.max_bytes)
+        return self._measure(inputs).times_within(self._budget.max_bytes)
 
     def _watched(self, measured: Measured) -> AbstractContextManager[object]:
         """Check each operation inside against the budget, unless they are small altogether."""
@@ -340,14 +323,113 @@ class _KnownGradients(torch.autograd.Function):
         return None, None, *(slopes[0] * gradient for gradient in ctx.gradients)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Data that ran together, and their result."""
-
-    data: Sequence[int]
-    result: BatchResult
-
-
 def _sums(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    keys = dict.fromkeys(key for each in metrics for key in each)
-    return {key: sum(each.get(key, 0.0) for each in metrics) for key in keys}
+    keys = dict.fromkeys(key for own in metrics for key in own)
+    return {key: sum(own.get(key, 0.0) for own in metrics) for key in keys}
+
+
+# (inputs of one datum) -> (loss, metrics)
+Evaluate = Callable[[Sequence[Tensor]], tuple[Tensor, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """Results of some data.
+
+    Attributes:
+        value: sum of their losses.
+        gradients: of the sum, one for each datum; None if it does not depend on the log-probs.
+        metrics: sums over the data.
+    """
+
+    value: Tensor
+    gradients: Sequence[Tensor] | None
+    metrics: dict[str, float]
+
+
+def group_by_shape(
+    inputs: Sequence[Sequence[Tensor]], largest: Callable[[int], int]
+) -> list[list[int]]:
+    """Indices of the data, in groups of equal shapes and types.
+
+    Args:
+        inputs: of each datum.
+        largest: gives the largest size of the group of a datum, by its index.
+    """
+    groups: dict[Any, list[list[int]]] = {}
+    for index, tensors in enumerate(inputs):
+        own = groups.setdefault(tuple((tensor.shape, tensor.dtype) for tensor in tensors), [[]])
+        if len(own[-1]) >= largest(index):
+            own.append([])
+        own[-1].append(index)
+    return [group for of_shape in groups.values() for group in of_shape]
+
+
+def run_together(evaluate: Evaluate, inputs: Sequence[Sequence[Tensor]]) -> BatchResult:
+    """Run a loss for data of equal shapes.
+
+    Args:
+        evaluate: the loss of one datum.
+        inputs: of each datum, the log-probs first.
+
+    Raises:
+        Exception: an operation cannot be batched, for example since the shape of its result
+            depends on values; or it fails.
+    """
+    keys: list[str] = []
+
+    def of_one(*tensors: Tensor) -> tuple[Tensor, ...]:
+        value, metrics = evaluate(tensors)
+        keys[:] = metrics
+        return value, *_stacked([_to_scalar(key, metric) for key, metric in metrics.items()])
+
+    logprobs, *others = [torch.stack(list(column)) for column in zip(*inputs, strict=True)]
+    leaf = logprobs.detach().requires_grad_()
+    values, *metrics = torch.func.vmap(of_one)(leaf, *others)
+    total = values.sum()
+    gradients = None
+    if total.requires_grad:
+        (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
+        gradients = None if gradient is None else list(gradient.unbind())
+    sums = metrics[0].sum(0).tolist() if metrics else []
+    return BatchResult(total.detach(), gradients, dict(zip(keys, sums, strict=True)))
+
+
+def run_alone(evaluate: Evaluate, inputs: Sequence[Tensor]) -> BatchResult:
+    """Run a loss for one datum.
+
+    Raises:
+        InputError: an operation fails, or a metric is not a number.
+    """
+    leaf = inputs[0].detach().requires_grad_()
+    value, metrics = evaluate([leaf, *inputs[1:]])
+    gradients = None
+    if value.requires_grad:
+        (gradient,) = torch.autograd.grad(value, leaf, allow_unused=True)
+        gradients = None if gradient is None else [gradient]
+    numbers = {key: _to_float(key, metric) for key, metric in metrics.items()}
+    return BatchResult(value.detach(), gradients, numbers)
+
+
+def _to_scalar(key: str, metric: Any) -> Tensor:
+    if isinstance(metric, Tensor) and metric.numel() == 1:
+        return metric
+    return torch.tensor(_to_float(key, metric), dtype=torch.float64)
+
+
+def _stacked(metrics: Sequence[Tensor]) -> list[Tensor]:
+    """One vector of all metrics, if there are any: one by one they take longer than the loss."""
+    if not metrics:
+        return []
+    with torch.no_grad():
+        if len({metric.dtype for metric in metrics}) > 1:
+            metrics = [metric.double() for metric in metrics]
+        return [torch.stack([metric.reshape(()) for metric in metrics]).double()]
+
+
+def _to_float(key: str, metric: Any) -> float:
+    if isinstance(metric, Tensor) and metric.numel() == 1:
+        return float(metric.detach())
+    if isinstance(metric, int | float):
+        return float(metric)
+    raise InputError(f"the metric {key!r} must be one number, got {type(metric).__name__}.")

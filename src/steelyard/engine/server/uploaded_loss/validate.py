@@ -9,15 +9,15 @@ from typing import Any
 
 from tinker import types
 
-from steelyard.engine.server.uploaded_loss.allowlist import (
+from steelyard.engine.server.uploaded_loss.interpreter import TracedLoss
+from steelyard.engine.server.uploaded_loss.operations import (
     ATTRIBUTES,
     DTYPES,
     FUNCTIONS,
+    MAX_INT,
     METHODS,
     RESULT_FIELDS,
 )
-from steelyard.engine.server.uploaded_loss.interpreter import TracedLoss
-from steelyard.engine.server.uploaded_loss.program import MAX_INT
 from steelyard.errors import InputError
 
 # The prefix custom/ separates them from the engine's metrics. The SDK splits a key at its colon
@@ -39,7 +39,7 @@ def validate_loss(request: types.CreateCustomLossRequest, max_nodes: int) -> Tra
     nodes = request.graph.nodes
     if not 0 < len(nodes) <= max_nodes:
         raise InputError(f"graph.nodes must hold 1 to {max_nodes} nodes, got {len(nodes)}.")
-    names = [each.name for each in request.inputs]
+    names = [field.name for field in request.inputs]
     placeholders = [node.target for node in nodes if node.op == "placeholder"]
     if placeholders != names or names[:1] != ["logprobs"] or not request.inputs[0].rank:
         raise InputError(
@@ -128,8 +128,8 @@ def _check_arg(arg: Any, known: set[str], where: str, depth: int = 0) -> None:
         raise InputError(
             f"an argument of {where!r} must be nested at most {_MAX_DEPTH} deep, got more."
         )
-    for each in _items(arg, known, where):
-        _check_arg(each, known, where, depth + 1)
+    for item in _items(arg, known, where):
+        _check_arg(item, known, where, depth + 1)
 
 
 def _items(arg: Any, known: set[str], where: str) -> Collection[Any]:  # noqa: C901, PLR0912 - one case for each form

@@ -1,4 +1,4 @@
-// All that belongs to single kinds of components; `_kernel_components.py` is its counterpart in
+// All that belongs to single kinds of components; `_triton_components.py` is its counterpart in
 // Triton, and has the derivations. KINDS has bit k for kind k of `_components.py`, so every
 // `if constexpr` on it is decided at compilation: a kernel has the instructions of its own kinds.
 //

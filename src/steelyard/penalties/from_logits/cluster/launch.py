@@ -1,4 +1,4 @@
-"""Launch of the cluster kernel: the inputs that it supports, its outputs, and the grid."""
+"""Launch of the cluster kernel: supported inputs, a row among blocks, sums after a sweep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from steelyard.penalties.from_logits._blockwise import Wants
 from steelyard.penalties.from_logits._components import (
     CROSS_ENTROPY,
     ENTROPY,
@@ -24,10 +23,236 @@ from steelyard.penalties.from_logits._components import (
     Z_LOSS,
     Component,
 )
-from steelyard.penalties.from_logits.cluster.compiler import SWEEP, CompilerError, Variant, cubin
-from steelyard.penalties.from_logits.cluster.driver import DriverError, Kernel
-from steelyard.penalties.from_logits.cluster.finish import DTYPES, HOPPER, reduce_rows
-from steelyard.penalties.from_logits.cluster.shape import VECTOR_BYTES, ClusterShape, shape_for
+from steelyard.penalties.from_logits._formulas import Wants
+from steelyard.penalties.from_logits.cluster.cuda_kernel import (
+    FINISH,
+    SWEEP,
+    CompilerError,
+    DriverError,
+    Kernel,
+    Variant,
+    cubin,
+)
+
+VECTOR_BYTES = 16  # of the widest load
+# Blocks in a cluster, and rows that a block holds its part of at a time; the first that fit. More
+# than 8 blocks are not portable; H100 and H200 have 16. Other sizes fill a GPU less well: clusters
+# of 3 cover 117 of an H200's 132 multiprocessors, those of 2 all, so two slots are better there.
+_CANDIDATES = ((1, 3), (2, 3), (2, 2), (4, 3), (8, 3), (16, 3), (16, 2))
+# Warps in a block. More merge more, fewer hide less of each other's waiting; among these, those
+# that divide the vectors most evenly.
+_WARPS = (12, 13, 14, 15, 16, 20)
+_RESIDENT = 16  # warps on a multiprocessor, if blocks are small
+_SCHEDULERS = 4  # of a multiprocessor; each runs a quarter of the warps
+_RESERVED = 1024  # bytes of shared memory that CUDA takes for each block
+
+
+class ClusterShape(NamedTuple):
+    """Division of a row, and the blocks that a multiprocessor runs.
+
+    Attributes:
+        cluster: Blocks in a cluster, which hold one row.
+        warps: Warps in a block that compute; one more merges.
+        slots: Rows of which a block holds its part at a time.
+        capacity: Vectors of 16 bytes in a slot, for each input.
+        min_blocks: Blocks on a multiprocessor that the registers have to allow.
+        shared: Bytes of dynamic shared memory in a block.
+    """
+
+    cluster: int
+    warps: int
+    slots: int
+    capacity: int
+    min_blocks: int
+    shared: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block, those that merge included."""
+        return 32 * (self.warps + 1)
+
+
+def shape_for(
+    classes: int,
+    itemsize: int,
+    inputs: int,
+    aligned: bool,
+    per_block: int,
+    per_multiprocessor: int,
+) -> ClusterShape | None:
+    """The first candidate whose shared memory holds rows; None if no cluster does.
+
+    Args:
+        classes: Length of a row.
+        itemsize: Bytes of an element.
+        inputs: 2 with a reference, else 1.
+        aligned: Whether rows begin and end at multiples of 16 bytes.
+        per_block: Most bytes of shared memory in a block.
+        per_multiprocessor: Bytes of shared memory in a multiprocessor.
+    """
+    vector = VECTOR_BYTES // itemsize
+    vectors = -(-(classes + (0 if aligned else vector - 1)) // vector)
+    for cluster, slots in _CANDIDATES:
+        capacity = -(-vectors // cluster)
+        warps = _warps(capacity)
+        dynamic = slots * inputs * capacity * VECTOR_BYTES
+        needed = dynamic + _static(cluster, warps)
+        if needed <= per_block:
+            blocks = per_multiprocessor // (needed + _RESERVED)
+            min_blocks = max(1, min(blocks, _RESIDENT // (warps + 1)))
+            return ClusterShape(cluster, warps, slots, capacity, min_blocks, dynamic)
+    return None
+
+
+def _warps(capacity: int) -> int:
+    """Warps for a block's vectors; for short rows so few that a thread has a few vectors.
+
+    All wait for the scheduler that has the most to do: its warps times the vectors of a thread.
+    """
+    most = min(_WARPS[-1], capacity // 64)
+    if most < _WARPS[0]:
+        return max(1, most)
+    return min(
+        (warps for warps in _WARPS if warps <= most),
+        key=lambda warps: -(-capacity // (32 * warps)) * -(-warps // _SCHEDULERS),
+    )
+
+
+def _static(cluster: int, warps: int) -> int:
+    """Most bytes of the kernel's `Shared`: parts of warps and blocks, rows and barriers."""
+    return 2 * 32 * (warps + cluster) + 1024
+
+
+HOPPER = (9, 0)  # the first with clusters
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+MAX_TERMS, MAX_COMPONENTS = 16, 6  # as `finish.cu` has them
+_THREADS = {"reduce_rows": 256, "compare_gradients": MAX_TERMS * MAX_TERMS, "multiply": 512}
+
+
+class _Totals(ctypes.Structure):
+    """`Totals` of `finish.cu`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("values", "gram", "total", "reduced", "products")),
+        ("share", ctypes.c_double),
+        ("rows", ctypes.c_int),
+        ("components", ctypes.c_int),
+        ("parts", ctypes.c_int),
+    )
+
+
+class _Norms(ctypes.Structure):
+    """`Norms` of `finish.cu`."""
+
+    _fields_ = (
+        ("products", ctypes.c_void_p),
+        ("found", ctypes.c_void_p),
+        ("terms", ctypes.c_int),
+        ("components", ctypes.c_int),
+        ("shares", ctypes.c_double * (MAX_TERMS * MAX_COMPONENTS)),
+    )
+
+
+class _Factor(ctypes.Structure):
+    """`Factor` of `finish.cu`."""
+
+    _fields_ = (("x", ctypes.c_void_p), ("factor", ctypes.c_void_p), ("size", ctypes.c_longlong))
+
+
+def reduce_rows(  # pragma: no cover  # by `make test-gpu`
+    values: Tensor, parts: Tensor | None, share: float
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Total, values of the components and Gram matrix, over all rows; None without the kernel.
+
+    Args:
+        values: `[components + 1, rows]`; last, the weighted total.
+        parts: `[pairs, parts]`: parts of the inner products, in float64; or None.
+        share: Factor of the values; the inner products have its square.
+    """
+    kernel = _finish_kernel(values.device.index, "reduce_rows", torch.float32)
+    if kernel is None:
+        return None
+    count, rows = values.shape[0] - 1, values.shape[1]
+    total, reduced = values.new_empty(()), values.new_empty(count)
+    products, pairs = None, 0
+    if parts is not None:
+        products, pairs = parts.new_empty((count, count)), parts.shape[0]
+    totals = _Totals(
+        values.data_ptr(),
+        None if parts is None else parts.data_ptr(),
+        total.data_ptr(),
+        reduced.data_ptr(),
+        None if products is None else products.data_ptr(),
+        share,
+        rows,
+        count,
+        0 if parts is None else parts.shape[1],
+    )
+    kernel.launch(count + 1 + pairs, totals)
+    return total, reduced, products
+
+
+def compare_gradients(  # pragma: no cover  # by `make test-gpu`
+    products: Tensor, shares: Sequence[Sequence[float]]
+) -> tuple[Tensor, ...] | None:
+    """Norms of the terms, then the cosines of all pairs; None if the kernel does not take them.
+
+    Args:
+        products: `[components, components]`: the Gram matrix, in float64.
+        shares: `[terms, components]`; the last term is the weighted total, which has no cosines.
+    """
+    terms, components = len(shares), len(shares[0])
+    if terms > MAX_TERMS or components > MAX_COMPONENTS or not products.is_contiguous():
+        return None
+    kernel = _finish_kernel(products.device.index, "compare_gradients", torch.float32)
+    if kernel is None:
+        return None
+    named = terms - 1
+    numbers = products.new_empty(terms + named * (named - 1) // 2)
+    norms = _Norms(
+        products.data_ptr(),
+        numbers.data_ptr(),
+        terms,
+        components,
+        tuple(share for row in shares for share in row),
+    )
+    kernel.launch(1, norms)
+    return numbers.unbind()
+
+
+def multiply(x: Tensor, factor: Tensor) -> bool:  # pragma: no cover  # by `make test-gpu`
+    """Multiply a dense tensor in place by a scalar; return whether the kernel took it."""
+    if factor.dtype != torch.float32 or x.data_ptr() % VECTOR_BYTES:
+        return False
+    kernel = _finish_kernel(x.device.index, "multiply", x.dtype)
+    if kernel is None:
+        return False
+    kernel.launch(_blocks(x.device.index), _Factor(x.data_ptr(), factor.data_ptr(), x.numel()))
+    return True
+
+
+@lru_cache(maxsize=64)
+def _finish_kernel(  # pragma: no cover  # by `make test-gpu`
+    device: int, name: str, dtype: torch.dtype
+) -> Kernel | None:
+    """A kernel of `finish.cu`; None if the GPU has none, which a sweep has logged."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < HOPPER:
+        return None
+    macros = [f"-DDTYPE={DTYPES[dtype]}", "-DCLUSTER=1", "-DWARPS=1"]
+    try:
+        with torch.cuda.device(device):
+            code = cubin(FINISH, macros, capability)
+            return Kernel(code, name, device, threads=_THREADS[name])
+    except (CompilerError, DriverError):
+        return None
+
+
+@lru_cache(maxsize=64)
+def _blocks(device: int) -> int:  # pragma: no cover  # by `make test-gpu`
+    properties: Any = torch.cuda.get_device_properties(device)
+    return 2 * int(properties.multi_processor_count)
+
 
 _LOG = logging.getLogger(__name__)
 # Kinds with their part in `components.cuh`, which has the same numbers.
@@ -79,7 +304,7 @@ class ClusterResult(NamedTuple):
 
 
 def fits(logits: Tensor, reference: Tensor | None, components: Sequence[Component]) -> bool:
-    """Return whether the kernel supports inputs that `_launch.fits` accepts.
+    """Return whether the kernel supports inputs that `_triton_sweep.fits` accepts.
 
     It also needs CUDA, one dtype, kinds that it knows and a usual temperature. Whether the GPU has
     clusters that hold a row is up to `sweep`.
@@ -88,7 +313,7 @@ def fits(logits: Tensor, reference: Tensor | None, components: Sequence[Componen
     return (
         logits.is_cuda
         and (reference is None or reference.dtype == logits.dtype)
-        and all(each.kind in KERNEL_KINDS for each in components)
+        and all(component.kind in KERNEL_KINDS for component in components)
         and low <= components[0].temperature <= high
     )
 
@@ -104,7 +329,7 @@ def sweep(  # pragma: no cover  # by `make test-gpu`
     *,
     into: Tensor | None = None,
 ) -> ClusterResult | None:
-    """Compute what `_launch.sweep` computes, or return None if the GPU cannot.
+    """Compute what `_triton_sweep.sweep` computes, or return None if the GPU cannot.
 
     The GPU has to have clusters (Hopper and newer), and the shared memory of one to hold a row.
 
@@ -180,23 +405,23 @@ def _plan(  # pragma: no cover  # by `make test-gpu`
     aligned: bool,
 ) -> tuple[Kernel, ClusterShape, bytes] | None:
     """The kernel, its shape, and a `_Problem` without its tensors; None if there is no kernel."""
-    kinds = sum(1 << each.kind for each in components)
-    found = _kernel(device, kinds, dtype, wants, classes, aligned)
-    if found is None:
+    kinds = sum(1 << component.kind for component in components)
+    kernel = _sweep_kernel(device, kinds, dtype, wants, classes, aligned)
+    if kernel is None:
         return None
-    by_kind = dict(zip((each.kind for each in components), weights, strict=True))
-    limits = {each.kind: each.limit for each in components}
+    by_kind = dict(zip((component.kind for component in components), weights, strict=True))
+    limits = {component.kind: component.limit for component in components}
     problem = _Problem(
         classes=classes,
         inverse_temperature=1.0 / components[0].temperature,
         weights=tuple(by_kind.get(kind, 0.0) for kind in KERNEL_KINDS),
         limits=tuple(limits.get(kind, math.inf) for kind in KERNEL_KINDS),
     )
-    return *found, bytes(problem)
+    return *kernel, bytes(problem)
 
 
 @lru_cache(maxsize=1024)
-def _kernel(  # pragma: no cover  # by `make test-gpu`
+def _sweep_kernel(  # pragma: no cover  # by `make test-gpu`
     device: int, kinds: int, dtype: torch.dtype, wants: Wants, classes: int, aligned: bool
 ) -> tuple[Kernel, ClusterShape] | None:
     """The compiled kernel and its shape; None if there is none, which is logged once."""

@@ -1,0 +1,1 @@
+"""Data of a run: files, prompts, tokens and batches."""

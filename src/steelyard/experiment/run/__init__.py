@@ -1,0 +1,1 @@
+"""The folder of a run: files, checkpoints, changes, metrics and logs."""
