@@ -26,7 +26,6 @@ ALLOWED = {
     "_torch_internals.py": {"torch"},
     "execution/process_lifecycle.py": {"multiprocessing"},
     "execution/ray_tasks.py": {"ray"},
-    "clients/one_pass/one_pass.py": {"tinker"},
     "integrations/huggingface/internals.py": {"transformers", "trl"},
 }
 # Documented although they begin with an underscore: the standard library's, and those of tuples.
@@ -163,21 +162,6 @@ def test_has_forward_hooks() -> None:
     assert internals.has_forward_hooks(layer)
     handle.remove()
     assert not internals.has_forward_hooks(layer)
-
-
-def test_functions_over_many_tensors() -> None:
-    tensors = [torch.tensor([3.0, -4.0]), torch.tensor([0.0])]
-    norms = internals.norm_of_each(tensors, torch.float64)
-    assert [(norm.item(), norm.dtype) for norm in norms] == [
-        (5.0, torch.float64),
-        (0.0, torch.float64),
-    ]
-    assert [x.tolist() for x in internals.sign_of_each(tensors)] == [[1.0, -1.0], [0.0]]
-    internals.add_each_(tensors, [torch.ones(2), torch.ones(1)], alpha=2)
-    internals.subtract_each_(tensors, [torch.ones(2), torch.ones(1)])
-    internals.multiply_each_(tensors, 10.0)
-    internals.multiply_each_(tensors, torch.tensor(0.1))
-    torch.testing.assert_close(tensors, [torch.tensor([4.0, -3.0]), torch.tensor([1.0])])
 
 
 def test_dispatch_mode_sees_each_operation_before_it_runs() -> None:

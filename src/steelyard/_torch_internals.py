@@ -5,8 +5,6 @@ this file, `gradients/sharded.py` reads the state of FSDP2.
 
 * `TorchDispatchMode` sees each operation before it runs. "Extending PyTorch" documents it under
   its private module. Without it nothing that needs torch can be imported.
-* `torch._foreach_*` computes over many tensors in one kernel, as torch's optimizers do. torch
-  documents some of the functions. Without them the optimizer transforms raise an AttributeError.
 * `active_transforms` tells which transforms of `torch.func` are around a call, which `torch.func`
   does not. Without it no transform is reported: a penalty inside `vmap` or `grad` then ends with
   torch's own error about an operator that has no rule for it.
@@ -14,6 +12,10 @@ this file, `gradients/sharded.py` reads the state of FSDP2.
   yes: gradients are copied where they could be scaled in place.
 * `has_forward_hooks` tells whether a module has hooks. Without it the answer is yes: the model
   then computes its logits.
+* `fsdp_state` gives the state of FSDP2 that a backward pass of one term must not change, which has
+  public setters alone. Without it norms with respect to such a module are refused.
+* `is_fully_sharded` also recognises a module that FSDP2 manages as a part of another one. Without
+  it such a module counts as a plain one.
 """
 # ruff: noqa: SLF001  # see above
 
@@ -24,7 +26,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import _C, Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414 - exported
 
 from steelyard.errors import GradientError
@@ -34,7 +36,7 @@ from steelyard.errors import GradientError
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
 def active_transforms() -> list[str]:
     """Names of the transforms of `torch.func` that are active, such as "Vmap", outermost first."""
-    functorch = getattr(torch._C, "_functorch", None)
+    functorch = getattr(_C, "_functorch", None)
     read_stack = getattr(functorch, "get_interpreter_stack", None)
     if read_stack is None:
         return []
@@ -44,7 +46,7 @@ def active_transforms() -> list[str]:
 def graph_is_retained() -> bool:
     """Return whether the backward pass that runs was called with `retain_graph=True`."""
     # torch.compile reads it too.
-    autograd = getattr(torch._C, "_autograd", None)
+    autograd = getattr(_C, "_autograd", None)
     keeps_graph = getattr(autograd, "_get_current_graph_task_keep_graph", None)
     return keeps_graph is None or bool(keeps_graph())
 
@@ -52,31 +54,6 @@ def graph_is_retained() -> bool:
 def has_forward_hooks(module: nn.Module) -> bool:
     """Return whether hooks read or change what the module returns."""
     return bool(getattr(module, "_forward_hooks", True))
-
-
-def add_each_(tensors: list[Tensor], others: list[Tensor], alpha: float = 1) -> None:
-    """Add: x += alpha·y for each pair, in place."""
-    torch._foreach_add_(tensors, others, alpha=alpha)
-
-
-def subtract_each_(tensors: list[Tensor], others: list[Tensor]) -> None:
-    """Subtract: x -= y for each pair, in place."""
-    torch._foreach_sub_(tensors, others)
-
-
-def multiply_each_(tensors: list[Tensor], factor: float | Tensor) -> None:
-    """Multiply: x *= factor for each tensor, in place."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def sign_of_each(tensors: list[Tensor]) -> list[Tensor]:
-    """Sign of each tensor."""
-    return list(torch._foreach_sign(tensors))
-
-
-def norm_of_each(tensors: list[Tensor], dtype: Any) -> list[Tensor]:
-    """‖x‖₂ of each tensor, computed in `dtype`."""
-    return list(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
 # What a backward pass reads and changes, with what it should find: of the whole module, of a group
@@ -92,7 +69,7 @@ FSDP_OF_PARAMETER: dict[str, Any] = {"unsharded_accumulated_grad": None}
 
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether FSDP manages a module or a part of it; also FSDP1, which is refused later."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(
         hasattr(part, "_is_fsdp_managed_module") or isinstance(part, fsdp.FullyShardedDataParallel)
         for part in module.modules()
@@ -102,12 +79,13 @@ def is_fully_sharded(module: nn.Module) -> bool:
 def fsdp_state(module: nn.Module) -> tuple[Sequence[Any], Sequence[Any]]:
     """State that the parts of a module share, and the groups that FSDP2 gathers together."""
     contexts, groups = dict[int, Any](), dict[int, Any]()
+    fsdp: Any = sys.modules["torch.distributed.fsdp"]  # loaded: it has sharded the module
     try:
         for part in module.modules():
-            of_module: Any = getattr(part, "_get_fsdp_state", None)
-            if of_module is not None:
-                state = of_module()
-                contexts[id(state._state_ctx)] = state._state_ctx
+            state = fsdp.fully_shard.state(part) if isinstance(part, fsdp.FSDPModule) else None
+            if state is not None:
+                context = state._state_ctx
+                contexts[id(context)] = context
                 groups |= {id(group): group for group in state._fsdp_param_groups}
         known = [(context, FSDP_OF_MODULE) for context in contexts.values()]
         for group in groups.values():
@@ -125,5 +103,5 @@ def fsdp_state(module: nn.Module) -> tuple[Sequence[Any], Sequence[Any]]:
 
 def fsdp_tensors(managed: Any) -> list[Tensor]:
     """A parameter as FSDP stores it: the sharded one and, after a forward pass, the whole one."""
-    whole = getattr(managed, "_unsharded_param", None)
+    whole = getattr(managed, "unsharded_param", None)
     return [managed.sharded_param] if whole is None else [managed.sharded_param, whole]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from steelyard._torch_internals import is_fully_sharded
+from steelyard._torch_internals import fsdp_state, is_fully_sharded
 from steelyard.errors import GradientError
 from steelyard.gradients.algebra import Row
 from steelyard.gradients.sharded import (
@@ -79,7 +79,7 @@ def test_what_is_fully_sharded() -> None:
 def test_an_fsdp_that_is_not_known() -> None:
     model = network()
     fully_shard(model)
-    [group] = model._get_fsdp_state()._fsdp_param_groups
+    [group] = fsdp_state(model)[1]
     del group.reduce_grads
     message = rf"need the FSDP2 of torch 2.13, got torch {torch.__version__.split('+')[0]}"
     with pytest.raises(GradientError, match=message):

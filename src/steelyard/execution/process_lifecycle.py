@@ -163,9 +163,7 @@ def forget_parents_processes() -> None:
     global _preparing  # noqa: PLW0603 - another thread of the parent may have held it
     _preparing = threading.Lock()
     server: Any = forkserver._forkserver  # noqa: SLF001 - there is no other way, as below
-    preload = server._preload_modules  # noqa: SLF001
     type(server).__init__(server)
-    server.set_forkserver_preload(preload)
     process._children.clear()  # type: ignore[attr-defined]  # noqa: SLF001
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
-from steelyard._torch_internals import multiply_each_, norm_of_each
 from steelyard.errors import NonFiniteError, SpecError
 from steelyard.gradients.sharded import is_sharded, sharded_dimensions
 from steelyard.integrations.optim.transform import (
@@ -60,7 +60,8 @@ class _GlobalNorm(Transform):
             scale = (max_norm / norm).clamp(max=1.0)
         for (batch,) in batches(gradients):
             factor = scale.to(batch[0].device) if isinstance(scale, Tensor) else scale
-            multiply_each_(batch, factor)
+            for gradient in batch:
+                gradient.mul_(factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,11 +193,13 @@ def _global_norm(gradients: Sequence[Tensor]) -> Tensor:
     """‖g‖ = sqrt(Σᵢ ‖gᵢ‖²): the norm of the norms of all tensors, a scalar tensor."""
     norms: list[Tensor] = []
     for (batch,) in batches(gradients):
+        dtype = reduction_dtype(batch[0])
         if batch[0].device.type == "cpu":
             norms.extend(_blockwise_norm(gradient) for gradient in batch)
+        elif batch[0].dtype == dtype:
+            norms.append(get_total_norm(batch))  # one kernel for all of them
         else:
-            dtype = reduction_dtype(batch[0])
-            norms.extend(norm_of_each(batch, dtype))
+            norms.extend(_norm(gradient, dtype=dtype) for gradient in batch)
     return _norm(torch.stack([norm.to(norms[0]) for norm in norms]))
 
 

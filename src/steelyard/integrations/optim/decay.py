@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
-from steelyard._torch_internals import add_each_, multiply_each_, sign_of_each, subtract_each_
 from steelyard.errors import SpecError
 from steelyard.integrations.optim.transform import (
     Schedule,
@@ -63,38 +62,36 @@ class _Decay(Transform):
             cure = "use decoupled=True, choose others with where=, or sparse=False in the embedding"
             refuse_sparse(slots, self.name, cure)
             parameters = [slot.weights for slot in slots]
-            for weights, gradients in batches(parameters, [slot.gradient for slot in slots]):
-                penalty_gradient = _penalty_gradient(weights, self.l1_ratio)
-                add_each_(gradients, penalty_gradient, alpha=decay)
+            for pair in batches(parameters, [slot.gradient for slot in slots]):
+                for weights, gradient in zip(*pair, strict=True):
+                    gradient.add_(_penalty_gradient(weights, self.l1_ratio), alpha=decay)
         elif first:  # a closure may be evaluated several times in a step
             groups = {id(slot.group): slot.group for slot in slots}
             for key, group in groups.items():
                 parameters = [slot.weights for slot in slots if id(slot.group) == key]
-                for (weights,) in batches(parameters):
-                    _shrink(weights, group["lr"], decay, self.l1_ratio)
+                for (batch,) in batches(parameters):
+                    for weights in batch:
+                        _shrink(weights, group["lr"], decay, self.l1_ratio)
 
 
-def _penalty_gradient(weights: list[Tensor], l1_ratio: float) -> list[Tensor]:
+def _penalty_gradient(weights: Tensor, l1_ratio: float) -> Tensor:
     """l1_ratio · sign(w) + (1 − l1_ratio) · w; for a ratio of 0 the weights themselves, no copy."""
     if l1_ratio == 0:
         return weights
-    gradient = sign_of_each(weights)
+    gradient = weights.sign()
     if l1_ratio < 1:
-        multiply_each_(gradient, l1_ratio)
-        add_each_(gradient, weights, alpha=1 - l1_ratio)
+        gradient.mul_(l1_ratio).add_(weights, alpha=1 - l1_ratio)
     return gradient
 
 
-def _shrink(weights: list[Tensor], lr: float | Tensor, decay: float, l1_ratio: float) -> None:
+def _shrink(weights: Tensor, lr: float | Tensor, decay: float, l1_ratio: float) -> None:
     """Apply w ← w − lr·decay·p(w) in place."""
     if l1_ratio == 0:
         # w·(1 − lr·decay), as AdamW computes it: w − lr·decay·w would round differently.
-        multiply_each_(weights, 1 - lr * decay)
+        weights.mul_(1 - lr * decay)
         return
-    gradient = _penalty_gradient(weights, l1_ratio)
     # A learning rate may be a tensor, which `alpha` does not take.
-    multiply_each_(gradient, lr * decay)
-    subtract_each_(weights, gradient)
+    weights.sub_(_penalty_gradient(weights, l1_ratio).mul_(lr * decay))
 
 
 def l2_decay(

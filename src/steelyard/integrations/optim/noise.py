@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from steelyard._torch_internals import add_each_
 from steelyard.errors import SpecError
 from steelyard.gradients.sharded import is_sharded, part_like
 from steelyard.integrations.optim.transform import (
@@ -44,7 +43,8 @@ class _Noise(Transform):
             _add_shards(slots, draw)
             return
         for (gradients,) in batches([slot.gradient for slot in slots]):
-            add_each_(gradients, [draw(gradient) for gradient in gradients])
+            for gradient in gradients:
+                gradient.add_(draw(gradient))
 
 
 class _Draw:

@@ -61,8 +61,8 @@ def add_up(
     return totals_by_parameter
 
 
-# The most elements of one `foreach` call, and so of a transform's temporary copies: on a CPU few
-# enough to stay in the cache, elsewhere enough for few kernel launches.
+# The most elements of one batch, and so of a transform's temporary copies: on a CPU few enough to
+# stay in the cache, elsewhere enough for few kernel launches.
 _CPU_BATCH_SIZE, _DEVICE_BATCH_SIZE = 2**20, 2**24
 _MAX_LABELS = 8
 
@@ -173,7 +173,7 @@ def batches(*columns: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     Args:
         columns: lists of equal length; the tensors at one index have equal first axes.
     """
-    # torch's `foreach` functions are fast only for lists of one device and dtype.
+    # torch computes the norm of many tensors at once only for lists of one device and dtype.
     for rows in by_kind(zip(*columns, strict=True)):
         max_size = _max_size(rows[0][0])
         for batch in _pack((piece for row in rows for piece in split_large(*row)), max_size):
