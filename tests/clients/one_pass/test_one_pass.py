@@ -17,6 +17,7 @@ from tinker import types
 
 from steelyard import RegularizerSpec, regularize, telemetry
 from steelyard.clients import Explanation, UploadRefusedWarning
+from steelyard.clients.one_pass.one_pass import is_split
 from steelyard.composition.aggregate import Aggregator
 from steelyard.doctor import FindingWarning
 from steelyard.engine import LocalServiceClient
@@ -288,6 +289,48 @@ def test_a_batch_of_several_requests_is_not_repeated(
     ):
         client.forward_backward(batch(), "cross_entropy").result()
     assert "a part of its batch may have been accumulated" in caught.value.__notes__[0]
+
+
+IMAGE = types.ImageChunk(data=bytes(40), format="png", expected_tokens=2)
+STORED = types.ImageAssetPointerChunk(location="x" * 20, format="png", expected_tokens=2)
+
+
+@pytest.mark.parametrize("chunk", [types.EncodedTextChunk(tokens=[1, 2, 3]), IMAGE, STORED])
+@pytest.mark.parametrize("longest", [2, 3])
+def test_a_batch_is_split_where_the_sdk_splits_it(
+    own: Any, monkeypatch: pytest.MonkeyPatch, chunk: Any, longest: int
+) -> None:
+    """Against the SDK's own function: on both sides of its limit in bytes, and by the number."""
+    _, training = own
+    inputs = {"target_tokens": torch.arange(5), "weights": torch.ones(5)}
+    datum = types.Datum(
+        model_input=types.ModelInput(chunks=[chunk]),
+        loss_fn_inputs={k: types.TensorData.from_torch(v) for k, v in inputs.items()},
+    )
+    split = []
+    for most in range(180, 360):
+        limits = {"fwdbwd_max_chunk_len": longest, "fwdbwd_max_chunk_bytes_count": most}
+        config = training.holder._client_config.model_copy(update=limits)
+        monkeypatch.setattr(training.holder, "_client_config", config)
+        for data in ([datum], [datum] * 3):
+            split.append(len(list(training._chunked_requests_generator(data))) > 1)
+            assert is_split(training, data) == split[-1]
+    assert set(split[1::2]) == ({True, False} if longest == 3 else {True})
+    assert not any(split[::2])
+    assert not is_split(object(), [datum] * 3)
+
+
+def test_a_sparse_tensor_counts_as_much_as_the_sdk_counts_at_least(own: Any) -> None:
+    _, training = own
+    sparse = types.TensorData.from_torch_sparse(torch.eye(2, 40))
+    assert sparse.sparse_col_indices is not None
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs={"weights": sparse}
+    )
+    limits = {"fwdbwd_max_chunk_bytes_count": 2 * (2 * 4 + 2 * 4 + 3 * 8 + 2 * 8) - 1}
+    training.holder._client_config = training.holder._client_config.model_copy(update=limits)
+    assert len(list(training._chunked_requests_generator([datum, datum]))) == 2
+    assert is_split(training, [datum, datum])
 
 
 def test_a_server_that_does_not_run_losses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -74,7 +74,9 @@ OUTPUT = CustomLossOutput(1.0, BaseLossOutput(1.0))
 def rejected(submit: Any, evaluate: Any = lambda: None) -> OnePassFuture:
     again = TwoPassCall(evaluate, submit, lambda: 0, lambda *_: pytest.fail("not described"))
     nothing: Any = SimpleNamespace(fail=lambda _: None)
-    sent = SentCall(nothing, nothing, 1, again, lambda _: None, lambda _: pytest.fail("here"), 0)
+    sent = SentCall(
+        nothing, nothing, lambda: False, again, lambda _: None, lambda _: pytest.fail("here"), 0
+    )
     return OnePassFuture(Rejected(), sent)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -113,11 +113,13 @@ class Uploader:
 
 def _creator(client: Any) -> Callable[..., Any] | None:
     """Upload through a training client of the SDK: the service's verb, in the same session."""
-    tinker = sys.modules.get("tinker")  # loaded, if the client is the SDK's
-    submit = getattr(getattr(tinker, "ServiceClient", None), "_create_custom_loss_submit", None)
-    if tinker is None or submit is None or not isinstance(client, tinker.TrainingClient):
+    tinker: Any = sys.modules.get("tinker")  # loaded, if the client is the SDK's
+    if not hasattr(tinker, "ServiceClient") or not isinstance(client, tinker.TrainingClient):
         return None
-    return lambda fn, ranks: submit(client, fn, ranks)
+    # A service client opens a session of its own when its holder is first read.
+    in_session = {"holder": property(lambda _: client.holder)}
+    service = type("SessionService", (tinker.ServiceClient,), in_session)()
+    return getattr(service, "create_custom_loss", None)
 
 
 ServerSide: TypeAlias = Literal["auto", True, False]
@@ -284,11 +286,10 @@ class OnePass:
         pipeline: Pipeline,
         again: TwoPassCall,
     ) -> OnePassFuture:
-        chunks = getattr(self._client, "_chunked_requests_generator", None)
         call = SentCall(
             prepared.batch,
             prepared.call,
-            1 if chunks is None else sum(1 for _ in chunks(list(prepared.batch.data))),
+            lambda: is_split(self._client, prepared.batch.data),
             again,
             lambda reason: self._refuse(prepared, reason),
             lambda logprobs: pipeline.compute(data, list(logprobs), prepared.step),
@@ -321,6 +322,34 @@ def _config_of(handle: Any, temperature: float) -> dict[str, float | str]:
     The SDK's method has no argument for it, and its data are those that were lowered for the loss.
     """
     return {"loss_id": handle.loss_id, TEMPERATURE: temperature}
+
+
+def is_split(client: Any, data: Sequence[Any]) -> bool:
+    """Whether the SDK sends a batch in several requests, by the limits that the server gave it."""
+    read_config = getattr(getattr(client, "holder", None), "get_client_config", None)
+    if read_config is None or len(data) < 2:  # noqa: PLR2004 - one datum is never split
+        return False
+    limits = read_config()
+    size = sum(_size_in_request(datum) for datum in data)
+    return bool(
+        len(data) > limits.fwdbwd_max_chunk_len or size > limits.fwdbwd_max_chunk_bytes_count
+    )
+
+
+def _size_in_request(datum: Any) -> int:
+    """Bytes of a datum as the SDK estimates them; of a sparse tensor more, since it is made dense.
+
+    Tokens are int32, indices int64; an image, the place of one, and audio are sent as they are.
+    """
+    size = 0
+    for tensor in datum.loss_fn_inputs.values():
+        indices = (tensor.sparse_crow_indices or (), tensor.sparse_col_indices or ())
+        size += tensor.to_numpy().nbytes + 8 * sum(map(len, indices))
+    for chunk in datum.model_input.chunks:
+        contents = [getattr(chunk, name, None) for name in ("data", "location", "dmel")]
+        sent = [len(content) for content in contents if content is not None]
+        size += sum(sent) if sent else 4 * chunk.length
+    return size
 
 
 @contextmanager

@@ -203,7 +203,7 @@ class SentCall:
     Attributes:
         batch: the loss and its inputs.
         call: the terms.
-        requests: number of requests that the SDK made of it.
+        is_split: whether the SDK sends it in several requests.
         again: the same call in two passes.
         refuse: called with the reason if these terms shall run in two passes from now on.
         evaluate_here: evaluates the terms for given log-probs.
@@ -212,7 +212,7 @@ class SentCall:
 
     batch: LoweredBatch
     call: RemoteCall
-    requests: int
+    is_split: Callable[[], bool]
     again: TwoPassCall
     refuse: Callable[[str], None]
     evaluate_here: Callable[[Sequence[Tensor]], CustomLossOutput]
@@ -255,7 +255,7 @@ class SentCall:
         self.call.fail(error)
         evaluated = self.again.evaluate()  # raises if a term is not finite, and names it
         self.refuse(" ".join(str(error).split()))
-        if self.requests > 1 or self.again.optim_steps() != self.steps:
+        if self.is_split() or self.again.optim_steps() != self.steps:
             error.add_note(
                 "The terms are finite in two passes, which later calls will take. This call was "
                 "not repeated: an optim_step was queued behind it, or a part of its batch may "
