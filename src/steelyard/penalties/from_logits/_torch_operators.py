@@ -102,11 +102,9 @@ def _compose(
     wants: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Total, reduced values of the components, gradients, and inner products."""
-    components = [
-        Component(*component) for component in zip(kinds, temperatures, limits, strict=True)
-    ]
     counts = [share * weight for weight in weights]
-    sweep = run_sweep(logits, reference, targets, scale, components, counts, Wants(*wants))
+    problem = (logits, reference, targets, scale, kinds, temperatures, limits, counts)
+    sweep = _sweep_flat(Wants(*wants), *problem)
     total, values, products = _over_rows(sweep, len(kinds), share)
     return (
         total,
@@ -115,6 +113,24 @@ def _compose(
         _or_empty(sweep.reference, logits),
         _or_empty(products, logits),
     )
+
+
+def _sweep_flat(
+    wants: Wants,
+    logits: Tensor,
+    reference: Tensor | None,
+    targets: Tensor | None,
+    scale: Tensor | None,
+    kinds: list[int],
+    temperatures: list[float],
+    limits: list[float],
+    weights: list[float],
+) -> SweepResult | ClusterResult:
+    """Sweep a problem as the operators have it, with its components in flat lists."""
+    components = [
+        Component(*component) for component in zip(kinds, temperatures, limits, strict=True)
+    ]
+    return run_sweep(logits, reference, targets, scale, components, weights, wants)
 
 
 def _over_rows(
@@ -204,22 +220,10 @@ def _scale_by_kernel(x: Tensor, factor: Tensor) -> None:
 scale_ = operator("scale_", "(Tensor(a!) x, Tensor factor) -> ()", _scale, lambda *_: None)
 
 
-def _rows(
-    logits: Tensor,
-    reference: Tensor | None,
-    targets: Tensor | None,
-    scale: Tensor | None,
-    kinds: list[int],
-    temperatures: list[float],
-    limits: list[float],
-    weights: list[float],
-) -> tuple[Tensor, Tensor]:
+def _rows(logits: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
     """Weighted sum by row, and the components by row, each times the row's scale."""
-    components = [
-        Component(*component) for component in zip(kinds, temperatures, limits, strict=True)
-    ]
-    sweep = run_sweep(logits, reference, targets, scale, components, weights, Wants())
-    return sweep.values[len(kinds) :].sum(0), sweep.values[: len(kinds)].clone()
+    sweep, count = _sweep_flat(Wants(), logits, *problem), len(problem[3])
+    return sweep.values[count:].sum(0), sweep.values[:count].clone()
 
 
 def _rows_shapes(logits: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
@@ -267,21 +271,9 @@ rows = operator(
 )
 
 
-def _rows_back(
-    logits: Tensor,
-    reference: Tensor | None,
-    targets: Tensor | None,
-    scale: Tensor | None,
-    kinds: list[int],
-    temperatures: list[float],
-    limits: list[float],
-    weights: list[float],
-    wants: list[bool],
-) -> tuple[Tensor, Tensor]:
-    components = [
-        Component(*component) for component in zip(kinds, temperatures, limits, strict=True)
-    ]
-    sweep = run_sweep(logits, reference, targets, scale, components, weights, Wants(*wants))
+def _rows_back(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *problem, wants = arguments
+    sweep = _sweep_flat(Wants(*wants), logits, *problem)
     return _or_empty(sweep.logits, logits), _or_empty(sweep.reference, logits)
 
 
