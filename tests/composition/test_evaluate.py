@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec
-from steelyard.composition import offloaded
+from steelyard.composition import inline_or_offloaded
 from steelyard.composition.composite import CompositeLoss
 from steelyard.composition.evaluate import Evaluator
 from steelyard.composition.input_names import term
@@ -75,17 +75,17 @@ def where(**more: Any) -> list[bool]:
 
 
 def test_a_cheap_term_moves_inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloaded, "CHEAP", 60.0)
+    monkeypatch.setattr(inline_or_offloaded, "CHEAP", 60.0)
     assert where() == [False, True, True, True]
 
 
 def test_a_long_term_stays_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloaded, "CHEAP", 0.0)
+    monkeypatch.setattr(inline_or_offloaded, "CHEAP", 0.0)
     assert where() == [False] * 4
 
 
 def test_a_timeout_of_its_own_keeps_it_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloaded, "CHEAP", 60.0)
+    monkeypatch.setattr(inline_or_offloaded, "CHEAP", 60.0)
     assert where(timeout=10.0) == [False] * 4
 
 

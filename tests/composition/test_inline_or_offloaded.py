@@ -11,8 +11,8 @@ from torch import Tensor
 
 from steelyard import Pipeline, RegularizerSpec, Workers
 from steelyard.composition.composite import CompositeLoss
+from steelyard.composition.inline_or_offloaded import Job
 from steelyard.composition.input_names import reads, term
-from steelyard.composition.offloaded import Job
 from steelyard.composition.terms import LostStateWarning, Term, TermResult
 from steelyard.errors import GradientError, InputError, NonFiniteError, SpecError, TermTimeoutError
 from steelyard.execution.executor import Executor, Ticket

@@ -1,6 +1,6 @@
 """Evaluate the terms that are due: inline, offloaded, or fused with others.
 
-This is the one place that decides how a term runs, with `offloaded` for where it runs and
+This is the one place that decides how a term runs, with `inline_or_offloaded` for where it runs and
 `call_events` for what happens when it fails. What terms read, and how they are differentiated, is
 up to the `Inputs`.
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 from steelyard.composition.aggregate import read_numbers, set_multipliers
 from steelyard.composition.call_events import CallEvents, skip
 from steelyard.composition.call_seeds import CallSeed
+from steelyard.composition.inline_or_offloaded import Job, executor_for, gather, job_for
 from steelyard.composition.inputs import Inputs
-from steelyard.composition.offloaded import Job, executor_for, gather, job_for
 from steelyard.composition.ranks import Ranks, WholeBatch
 from steelyard.composition.settings import Settings
 from steelyard.composition.terms import Term, TermResult

@@ -1,4 +1,4 @@
-"""Choose where terms run, submit offloaded terms to its executor, gather their results."""
+"""Decide whether a term runs inline or offloaded, and submit and gather the offloaded ones."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ def innermost(fn: Any) -> Any:
 
 
 def wrapped(fn: Any) -> Any:
-    """What a wrapper such as `Adaptive` wraps; None for anything else."""
+    """The term inside a wrapper such as `Adaptive`; None for anything else."""
     return getattr(fn, "regularizer", None) if kind_of(fn) in _WRAPPERS else None
 
 

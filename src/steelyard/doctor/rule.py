@@ -104,7 +104,7 @@ def rule(
 
 @dataclass
 class Course:
-    """What one rule has judged of one subject so far.
+    """Judgements of one rule on one subject so far.
 
     Attributes:
         window: the last judgements, True for "not well".

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
 import json
 import re
@@ -14,6 +12,7 @@ from typing import Any
 
 from steelyard._version import __version__
 from steelyard.errors import RunError
+from steelyard.experiment.page import content_security_policy
 from steelyard.experiment.page.comparison import (
     COMPARED_GROUPS,
     baseline_of,
@@ -131,10 +130,7 @@ def freeze(experiment: Experiment) -> str:
     page = _STYLE.sub(lambda m: inline(styles, _read(m[1]), "style"), page)
     page = _SCRIPT.sub(lambda m: inline(scripts, _script(_read(m[1])), "script"), page)
     page = _MODULE.sub(lambda m: inline(scripts, _bundle(m[1]), "script", ' type="module"'), page)
-    policy = (
-        f"default-src 'none'; script-src {_digests(scripts)}; style-src {_digests(styles)}; "
-        f"img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
+    policy = content_security_policy.frozen_page(scripts, styles)
     data = f'<script type="application/json" id="document">{_json(document)}</script>'
     # A policy holds for what follows it, so it stands first.
     head = (
@@ -232,11 +228,6 @@ def _script(text: str) -> str:
     return text
 
 
-def _digests(texts: Sequence[str]) -> str:
-    hashes = (hashlib.sha256(text.encode()).digest() for text in texts)
-    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in hashes)
-
-
 def _json(document: Document) -> str:
     """JSON that is safe inside a script element."""
     text = json.dumps(document, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
@@ -247,7 +238,7 @@ def _json(document: Document) -> str:
 
 
 def _plain(document: Document) -> str:
-    """What a reader without JavaScript sees: the sentences."""
+    """Text for a reader without JavaScript: the sentences."""
     texts = [document["title"], document["headline"], *document["sentences"]]
     texts.append("The charts and tables need JavaScript, which is in this file.")
     paragraphs = "".join(f"<p>{_escaped(text)}</p>" for text in texts)

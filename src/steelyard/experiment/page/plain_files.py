@@ -63,7 +63,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_last(path: Path, parse: Callable[[bytes], T | None]) -> T | None:
-    """What `parse` makes of the last complete line of a file from which it makes something.
+    """Parse the last complete line of a file of which `parse` makes something.
 
     Returns:
         None if there is no such line near the end of the file, or if it cannot be read.

@@ -14,12 +14,10 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from steelyard.engine.server.http_server import AllowedHosts
+from steelyard.experiment.page import content_security_policy
 
 _HEADERS = {
-    "content-security-policy": (
-        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "object-src 'none'"
-    ),
+    "content-security-policy": content_security_policy.LIVE_PAGE,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
