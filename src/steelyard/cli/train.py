@@ -138,12 +138,12 @@ def branch(
     from steelyard.experiment.run.checkpoints import find_checkpoint  # noqa: PLC0415 - as above
 
     step = find_checkpoint(experiment.RunFolder(run)).step if at is None else at
-    made = make_branch(run, step, settings or (), folder)
-    typer.echo(f"{made.folder} goes on from step {step} of {run}.")
-    with page_of_run(made.folder, made.folder.parent) if watch else contextlib.nullcontext():
+    new = make_branch(run, step, settings or (), folder)
+    typer.echo(f"{new.folder} goes on from step {step} of {run}.")
+    with page_of_run(new.folder, new.folder.parent) if watch else contextlib.nullcontext():
         outcome = run_with_display(
             lambda watcher, stop: experiment.resume(
-                made.folder, made.secrets, base_url=base_url, watch=watcher, stop=stop
+                new.folder, new.secrets, base_url=base_url, watch=watcher, stop=stop
             )
         )
     _print_outcome(outcome)

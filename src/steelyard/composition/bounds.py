@@ -132,7 +132,7 @@ class Multiplier:
             # Its multiplier at the bound was unit · integral, 0 before the first violation.
             old = {key: state[key] for key in ("step", "size_sum", "sizes", "steps")}
             state = Multiplier(gain=state["integral"] or GAIN).state_dict() | old
-        known = {each.name for each in fields(self)}
+        known = {field.name for field in fields(self)}
         # A state may also count the steps far beyond the bound, which decide nothing.
         valid = isinstance(state, Mapping) and set(state) - {"far_steps"} == known
         if not valid or not all(

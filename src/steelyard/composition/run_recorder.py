@@ -244,7 +244,7 @@ def held_out_metrics(calls: Sequence[LazyOutput]) -> dict[str, float]:
         values.setdefault("held_out/loss", []).append(call.output.base_loss.value)
         for name, term in call.output.regularizers.items():
             values.setdefault(f"held_out/regularizers/{name}", []).append(term.value)
-    return {key: math.fsum(found) / len(found) for key, found in values.items()}
+    return {key: math.fsum(numbers) / len(numbers) for key, numbers in values.items()}
 
 
 def _scaled(output: CustomLossOutput, factors: Mapping[str, float]) -> CustomLossOutput:

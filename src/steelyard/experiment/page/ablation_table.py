@@ -118,10 +118,10 @@ def _main_quantities(full: LoadedRun) -> dict[str, Quantity]:
         means = {key.format(name): _final_value(run, key.format(name)) for name in weights}
         return weighted_reward(means, weights, key)
 
-    each = {
+    by_reward = {
         reward_quantity(name): partial(_final_value, key=key.format(name)) for name in full.rewards
     }
-    return {main: total, **each}
+    return {main: total, **by_reward}
 
 
 def _held_out_quantities(full: LoadedRun) -> list[str]:

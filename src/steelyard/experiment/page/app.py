@@ -139,7 +139,7 @@ def _followed(request: Request) -> list[Followed]:
     """Runs of the query: `run` and `position`, each as often as there are runs."""
     query = request.query_params
     try:
-        found = [
+        followed = [
             Followed(name, Position.parse(position))
             for name, position in zip(query.getlist("run"), query.getlist("position"), strict=True)
         ]
@@ -147,7 +147,7 @@ def _followed(request: Request) -> list[Followed]:
         raise HTTPException(
             HTTPStatus.BAD_REQUEST, "each run must have a position, that of its view or event."
         ) from None
-    return found[:_MAX_FOLLOWED]
+    return followed[:_MAX_FOLLOWED]
 
 
 def _error(_: Request, error: Exception) -> Response:
@@ -179,13 +179,13 @@ async def events(
     yield b"retry: 2000\n\n"
     while not stopping.is_set():
         listed = _event("runs", await run_in_threadpool(views.list))
-        found = await run_in_threadpool(_news, views, following)
+        news = await run_in_threadpool(_news, views, following)
         if listed != last_list:
-            found = [listed, *found]
+            news = [listed, *news]
             last_list = listed
-        for event in found:
+        for event in news:
             yield event
-        ticks = 0 if found else ticks + 1
+        ticks = 0 if news else ticks + 1
         if ticks and ticks % _TICKS_OF_SILENCE == 0:
             yield b": nothing new\n\n"
         try:
@@ -195,7 +195,7 @@ async def events(
 
 
 def _news(views: RunViews, following: list[Followed]) -> list[bytes]:
-    found = []
+    news = []
     for run in list(following):
         try:
             path = views.index.path(run.name) / METRICS
@@ -204,15 +204,15 @@ def _news(views: RunViews, following: list[Followed]) -> list[bytes]:
             continue
         added = rows_after(path, run.position, _MAX_BYTES)
         if added is None:
-            found.append(_event("reset", {"run": run.name}))
+            news.append(_event("reset", {"run": run.name}))
             following.remove(run)
             continue
         rows, run.position = added
         if rows:
             data = {"run": run.name, "position": str(run.position)}
             shown = {"rows": [numbers(row) for row in rows], "skipped": _skipped(rows)}
-            found.append(_event("rows", data | shown))
-    return found
+            news.append(_event("rows", data | shown))
+    return news
 
 
 def _skipped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -91,7 +91,7 @@ def baseline_of(run: Path) -> Baseline | None:
     except SteelyardError:  # a run of it has not begun
         return None
     effects = {} if table is None else table.effects
-    without = next((each for each in experiment.runs if each.name == WITHOUT_TERMS), None)
+    without = next((other for other in experiment.runs if other.name == WITHOUT_TERMS), None)
     if without is None or not has_both(effects):
         return None
     return Baseline(without.folder, effect_of_terms(effects))
@@ -116,9 +116,9 @@ def compare_document(
             for trial in search.completed[:_MAX_TRIALS]
             if trial.runs
         ]
-    found = [statistics_of(run) for run in runs]
-    tables = [*_runs_tables(runs, found, name_of), *_terms_tables(runs, found)]
-    sentences = summarize_runs(runs, found)
+    statistics = [statistics_of(run) for run in runs]
+    tables = [*_runs_tables(runs, statistics, name_of), *_terms_tables(runs, statistics)]
+    sentences = summarize_runs(runs, statistics)
     if search is not None:
         kind, sentences = "search", summarize_search(search, best)
         tables = [trials_table(search), *tables]
@@ -139,7 +139,7 @@ def compare_document(
         "title": _title(experiment, runs),
         "headline": sentences[0] if sentences else "",
         "sentences": sentences[1:],
-        "facts": facts(runs, found),
+        "facts": facts(runs, statistics),
         "notes": [*dict.fromkeys(notes.values())],
         "runs": [
             {"name": name_of(run.folder), "label": run.name, "color": index}
@@ -243,11 +243,11 @@ def _moved(change: Change | None) -> str:
 
 
 def _runs_tables(
-    runs: Sequence[LoadedRun], found: Sequence[RunStatistics], name_of: Callable[[Path], str]
+    runs: Sequence[LoadedRun], statistics: Sequence[RunStatistics], name_of: Callable[[Path], str]
 ) -> list[Document]:
-    rewarded = any(each.rollouts for each in found)
-    fixed = not all(each.rollouts for each in found)
-    skipping = any(each.skipping for each in found)
+    rewarded = any(one.rollouts for one in statistics)
+    fixed = not all(one.rollouts for one in statistics)
+    skipping = any(one.skipping for one in statistics)
     columns: list[tuple[str, str | None]] = [("steps", None)]
     columns += [("reward", "higher"), ("held-out reward", "higher")] if rewarded else []
     columns += [("base loss", "lower"), ("held-out loss", "lower")] if fixed else []
@@ -285,20 +285,20 @@ def _runs_tables(
                     "color": index,
                     "cells": cells(one),
                 }
-                for index, (run, one) in enumerate(zip(runs, found, strict=True))
+                for index, (run, one) in enumerate(zip(runs, statistics, strict=True))
             ],
         }
     ]
 
 
-def _terms_tables(runs: Sequence[LoadedRun], found: Sequence[RunStatistics]) -> list[Document]:
+def _terms_tables(runs: Sequence[LoadedRun], statistics: Sequence[RunStatistics]) -> list[Document]:
     """Tables with a row for each run and a column for each term."""
     names = list(dict.fromkeys(name for run in runs for name in run.terms))
     if not names:
         return []
-    by_run = [{term.name: term for term in (one.base, *one.terms)} for one in found]
-    spaces = list(dict.fromkeys(space for one in found for space in one.spaces))
-    bases = list(dict.fromkeys(one.base.space for one in found if one.base.space is not None))
+    by_run = [{term.name: term for term in (one.base, *one.terms)} for one in statistics]
+    spaces = list(dict.fromkeys(space for one in statistics for space in one.spaces))
+    bases = list(dict.fromkeys(one.base.space for one in statistics if one.base.space is not None))
 
     def table(title: str, caption: str, text: Callable[[int, TermStatistics], str]) -> Document:
         rows = []
@@ -328,9 +328,9 @@ def _terms_tables(runs: Sequence[LoadedRun], found: Sequence[RunStatistics]) -> 
               lambda _, term: seconds(term.seconds)),
     ]  # fmt: skip
     return [
-        made
-        for made in tables
-        if any(cell["text"] != NONE for row in made["rows"] for cell in row["cells"])
+        filled
+        for filled in tables
+        if any(cell["text"] != NONE for row in filled["rows"] for cell in row["cells"])
     ]
 
 

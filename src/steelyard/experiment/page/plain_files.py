@@ -74,9 +74,9 @@ def read_last(path: Path, parse: Callable[[bytes], T | None]) -> T | None:
         lines = tail.split(b"\n")[:-1]
         # The first line of a tail may have begun before it.
         for line in reversed(lines if whole else lines[1:]):
-            found = parse(line)
-            if found is not None:
-                return found
+            parsed = parse(line)
+            if parsed is not None:
+                return parsed
         if whole or size > MAX_LINE:
             return None
         size *= 4
@@ -100,8 +100,8 @@ def read_last_objects(path: Path, size: int) -> tuple[list[dict[str, Any]], bool
     """
     tail, whole = read_tail(path, size)
     lines = tail.split(b"\n")[:-1]
-    found = (parse_object(line, finite=True) for line in (lines if whole else lines[1:]))
-    return [each for each in found if each is not None], whole
+    objects = (parse_object(line, finite=True) for line in (lines if whole else lines[1:]))
+    return [value for value in objects if value is not None], whole
 
 
 def parse_object(text: bytes, *, finite: bool = False) -> dict[str, Any] | None:
@@ -113,10 +113,10 @@ def parse_object(text: bytes, *, finite: bool = False) -> dict[str, Any] | None:
     """
     try:
         convert = _finite if finite else None
-        found = json.loads(text, parse_float=convert, parse_constant=convert)
+        value = json.loads(text, parse_float=convert, parse_constant=convert)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _finite(text: str) -> float | None:

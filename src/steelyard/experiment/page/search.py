@@ -57,7 +57,7 @@ def search_document(search: Search, best: LoadedRun) -> dict[str, Any]:
     pick = min if search.direction == "minimize" else max
 
     def better(reached: float | None, value: float | None) -> float | None:
-        known = [each for each in (reached, value) if each is not None]
+        known = [number for number in (reached, value) if number is not None]
         return pick(known) if known else None
 
     return {

@@ -43,25 +43,25 @@ class Tokens:
 
     def for_one_use(self) -> str:
         """Make a token that is accepted once: other users can read the arguments of a browser."""
-        made = secrets.token_urlsafe(32)
-        self._once.add(made)
-        return made
+        token = secrets.token_urlsafe(32)
+        self._once.add(token)
+        return token
 
     def accepts(self, given: str) -> bool:
         """Return whether a token is valid in a URL; one for one use is then used up."""
-        for each in list(self._once):
-            if _equal(given, each):
-                self._once.discard(each)
+        for token in list(self._once):
+            if _equal(given, token):
+                self._once.discard(token)
                 return True
         return _equal(given, self.token)
 
     def accepts_cookie(self, header: str) -> bool:
         """Return whether a `Cookie` header holds the token."""
         try:
-            found = SimpleCookie(header).get(self.cookie)
+            cookie = SimpleCookie(header).get(self.cookie)
         except CookieError:
             return False
-        return found is not None and _equal(found.value, self.token)
+        return cookie is not None and _equal(cookie.value, self.token)
 
 
 class AccessControl:

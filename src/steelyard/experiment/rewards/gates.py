@@ -33,18 +33,18 @@ def counted(
         scores: of the rewards before it, as they count.
         groups: number of the group of each answer.
     """
-    found = list(own)
+    counted = list(own)
     if reward.gate:
-        found = [
+        counted = [
             _combined(score, other, reward.gate, lambda value: float(value > 0))
-            for score, other in zip(found, scores[reward.gate], strict=True)
+            for score, other in zip(counted, scores[reward.gate], strict=True)
         ]
     if reward.scale_by:
         means = _group_means(scores[reward.scale_by], groups)
         for index, group in enumerate(groups):
             mean = Score(means.get(group), "no answer of the group has it")
-            found[index] = _combined(found[index], mean, reward.scale_by, float)
-    return found
+            counted[index] = _combined(counted[index], mean, reward.scale_by, float)
+    return counted
 
 
 def values_for(

@@ -144,9 +144,9 @@ def compare_answers(
         {name: [float(scored.scores[name].value or 0.0) for scored in group] for name in weights}
         for group in left
     ]
-    found = advantages(values, kind, weights, normalize=normalize)
+    estimates = advantages(values, kind, weights, normalize=normalize)
     compared: list[list[ScoredAnswer]] = []
-    for group, totals, by_reward in zip(groups, found.total, found.by_reward, strict=True):
+    for group, totals, by_reward in zip(groups, estimates.total, estimates.by_reward, strict=True):
         total, parts = iter(totals), zip(*by_reward.values(), strict=True)
         compared.append(
             [
