@@ -9,7 +9,8 @@ import pytest
 
 from steelyard.errors import ConfigError
 from steelyard.experiment.compare.runs import seed_folder, seeded_configs
-from steelyard.experiment.config.schema import Config, sources_of
+from steelyard.experiment.config.data_tables import sources_of
+from steelyard.experiment.config.schema import Config
 from tests.experiment.small_runs import small_config
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from steelyard.errors import DataError
 from steelyard.experiment import RunFolder
-from steelyard.experiment.config.schema import TermDataConfig
+from steelyard.experiment.config.data_tables import TermDataConfig
 from steelyard.experiment.data.base_model_outputs import (
     ANSWERS_FILE,
     add_base_answers,

@@ -10,7 +10,7 @@ import torch
 
 from steelyard.errors import DataError, RunError
 from steelyard.experiment import Config, RunFolder
-from steelyard.experiment.config.schema import TrainConfig
+from steelyard.experiment.config.train_table import TrainConfig
 from steelyard.experiment.data.batches import Dataset, batch, load_dataset, used_lines
 from steelyard.experiment.model.backend import Backend
 from steelyard.experiment.training.terms import build_terms

@@ -15,7 +15,7 @@ import pytest
 
 from steelyard.errors import ConfigError, DataError, MissingExtraError
 from steelyard.experiment import Config, RunFolder, read_config, train
-from steelyard.experiment.config.schema import SourceConfig, sources_of
+from steelyard.experiment.config.data_tables import SourceConfig, sources_of
 from steelyard.experiment.data.batches import batch, mixed_batch
 from steelyard.experiment.data.record_sources import (
     digest_of_lines,

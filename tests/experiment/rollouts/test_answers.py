@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from steelyard.experiment.config.schema import RolloutsConfig
+from steelyard.experiment.config.data_tables import RolloutsConfig
 from steelyard.experiment.data.files import Prompt
 from steelyard.experiment.model.backend import Backend
 from steelyard.experiment.rollouts.answers import (

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from steelyard import CustomLossOutput, compute
-from steelyard.experiment.config.schema import TrainConfig
+from steelyard.experiment.config.train_table import TrainConfig
 from steelyard.experiment.data.batches import Dataset, FixedData
 from steelyard.experiment.data.encoding import Encoder
 from steelyard.experiment.data.files import read_records

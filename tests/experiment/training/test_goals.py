@@ -23,7 +23,7 @@ from steelyard.experiment import (
     resume,
     train,
 )
-from steelyard.experiment.config.schema import StopConfig, TrainConfig
+from steelyard.experiment.config.train_table import StopConfig, TrainConfig
 from steelyard.experiment.run.checkpoints import BestCheckpoint, best_checkpoint, find_checkpoint
 from steelyard.experiment.training.goals import BestValue, RunGoals
 from steelyard.experiment.training.steps import TrainingSteps

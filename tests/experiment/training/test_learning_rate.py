@@ -14,7 +14,8 @@ from steelyard.engine import tiny
 from steelyard.engine.model_sources import ModelSource, architecture
 from steelyard.errors import ConfigError, ModelError
 from steelyard.experiment import RunFolder, read_config, request_settings, resume, train
-from steelyard.experiment.config.schema import LossConfig, ModelConfig, TrainConfig
+from steelyard.experiment.config.schema import LossConfig, ModelConfig
+from steelyard.experiment.config.train_table import TrainConfig
 from steelyard.experiment.training.learning_rate import (
     default_learning_rate,
     learning_rate_of,

@@ -18,7 +18,8 @@ from typing import TypeAlias
 import psutil
 
 from steelyard.errors import ConfigError, RunError
-from steelyard.experiment.config.schema import Config, Prompts, RolloutsConfig, SourceConfig
+from steelyard.experiment.config.data_tables import Prompts, RolloutsConfig, SourceConfig
+from steelyard.experiment.config.schema import Config
 from steelyard.experiment.config.secrets import literal_secrets
 from steelyard.experiment.run.folder import RunFolder
 from steelyard.experiment.run.log import NewSteps, Watcher

@@ -18,13 +18,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from steelyard.errors import ConfigError, ModelError, RegistryError, SpecError, SteelyardError
-from steelyard.experiment.config.schema import (
-    HUB,
-    SOURCE_FORMS,
-    Config,
-    ModelConfig,
-    TermConfig,
-)
+from steelyard.experiment.config.data_tables import HUB, SOURCE_FORMS
+from steelyard.experiment.config.schema import Config, ModelConfig, TermConfig
 from steelyard.experiment.config.secrets import (
     check_whole,
     dotted,

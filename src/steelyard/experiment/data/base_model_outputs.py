@@ -23,7 +23,8 @@ import safetensors.torch
 from tinker import types
 from torch import Tensor
 
-from steelyard.experiment.config.schema import ModelConfig, TermDataConfig
+from steelyard.experiment.config.data_tables import TermDataConfig
+from steelyard.experiment.config.schema import ModelConfig
 from steelyard.experiment.data.encoding import Group, with_answer
 from steelyard.experiment.model.backend import Backend
 from steelyard.experiment.run.folder import RunFolder

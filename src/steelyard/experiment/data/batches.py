@@ -15,7 +15,9 @@ import numpy as np
 from tinker import types
 
 from steelyard.errors import ConfigError, DataError
-from steelyard.experiment.config.schema import Config, DataConfig, TrainConfig, sources_of
+from steelyard.experiment.config.data_tables import DataConfig, sources_of
+from steelyard.experiment.config.schema import Config
+from steelyard.experiment.config.train_table import TrainConfig
 from steelyard.experiment.data.base_model_outputs import FIELD, add_reference_logprobs
 from steelyard.experiment.data.encoding import EncodedRecord, Encoder, Group, Kind
 from steelyard.experiment.data.files import DataFile, check_fields, read_records, report_skipped

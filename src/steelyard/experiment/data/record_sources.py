@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 
 from steelyard._extras import load
 from steelyard.errors import ConfigError, DataError, MissingExtraError
-from steelyard.experiment.config.schema import GYM, HUB, SourceConfig
+from steelyard.experiment.config.data_tables import GYM, HUB, SourceConfig
 from steelyard.experiment.config.secrets import resolve_secrets
 from steelyard.spec.error_messages import describe, did_you_mean
 

@@ -11,7 +11,8 @@ from tinker import types
 
 from steelyard.composition.call_seeds import CallSeed
 from steelyard.errors import DataError
-from steelyard.experiment.config.schema import Config, DataConfig, TermDataConfig
+from steelyard.experiment.config.data_tables import DataConfig, TermDataConfig
+from steelyard.experiment.config.schema import Config
 from steelyard.experiment.data.base_model_outputs import (
     FIELD,
     add_base_answers,

@@ -13,7 +13,8 @@ import torch
 from tinker import types
 
 from steelyard.errors import ConfigError, InputError, RunError
-from steelyard.experiment.config.schema import Config, DataConfig, ModelConfig, sources_of
+from steelyard.experiment.config.data_tables import DataConfig, sources_of
+from steelyard.experiment.config.schema import Config, ModelConfig
 from steelyard.experiment.data.encoding import Encoder
 from steelyard.experiment.data.files import parse_lines, parse_prompt
 from steelyard.experiment.model.backend import (

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias, get_args
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from steelyard.experiment.config.schema import Config, RewardConfig, TermConfig
+from steelyard.experiment.config.data_tables import RewardConfig
+from steelyard.experiment.config.schema import Config, TermConfig
 from steelyard.experiment.page.formatting import percent
 from steelyard.experiment.page.load import (
     DRIVERS,

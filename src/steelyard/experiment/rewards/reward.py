@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from steelyard.errors import ConfigError, SpecError, TermError
 from steelyard.execution.workers import default_workers
+from steelyard.experiment.config.data_tables import RewardConfig
 from steelyard.experiment.config.reading import import_modules, locate_errors
-from steelyard.experiment.config.schema import Config, RewardConfig
+from steelyard.experiment.config.schema import Config
 from steelyard.experiment.config.secrets import resolve_secrets
 from steelyard.experiment.config.weights import MAX_CHECKED_STEPS, range_of, schedule_of
 from steelyard.spec.error_messages import describe, did_you_mean, title

@@ -10,7 +10,7 @@ import numpy as np
 from tinker import types
 
 from steelyard.composition.advantages import Advantage, advantages
-from steelyard.experiment.config.schema import RolloutsConfig
+from steelyard.experiment.config.data_tables import RolloutsConfig
 from steelyard.experiment.data.base_model_outputs import with_reference
 from steelyard.experiment.data.encoding import EncodedRecord
 from steelyard.experiment.data.files import Prompt

@@ -15,12 +15,8 @@ from tinker import types
 
 from steelyard.composition.advantages import fewest_answers
 from steelyard.errors import RunError
-from steelyard.experiment.config.schema import (
-    Config,
-    RolloutsConfig,
-    SourceConfig,
-    sources_of,
-)
+from steelyard.experiment.config.data_tables import RolloutsConfig, SourceConfig, sources_of
+from steelyard.experiment.config.schema import Config
 from steelyard.experiment.data.batches import CHATS, mixed_batch, split
 from steelyard.experiment.data.encoding import Encoder
 from steelyard.experiment.data.files import (

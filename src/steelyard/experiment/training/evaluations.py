@@ -13,8 +13,9 @@ from torch import Tensor
 
 from steelyard.errors import ConfigError, InputError, SpecError, TermError, TermResultError
 from steelyard.experiment.config.reading import import_modules, locate_errors
-from steelyard.experiment.config.schema import Config, EvaluationConfig
+from steelyard.experiment.config.schema import Config
 from steelyard.experiment.config.secrets import resolve_secrets
+from steelyard.experiment.config.train_table import EvaluationConfig
 from steelyard.experiment.data.source import DataSource
 from steelyard.experiment.model.backend import Backend
 from steelyard.gradients.parse_result import awaited

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from steelyard.errors import RunError
-from steelyard.experiment.config.schema import EVALUATED, BestConfig, StopConfig, TrainConfig
+from steelyard.experiment.config.train_table import EVALUATED, BestConfig, StopConfig, TrainConfig
 from steelyard.output.step_metrics import skipped_terms
 
 

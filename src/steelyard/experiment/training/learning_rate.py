@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from steelyard.experiment.config.reading import locate_errors
-from steelyard.experiment.config.schema import Config, ModelConfig, TrainConfig
+from steelyard.experiment.config.schema import Config, ModelConfig
+from steelyard.experiment.config.train_table import TrainConfig
 from steelyard.experiment.config.weights import schedule_of
 from steelyard.spec import schedules
 from steelyard.spec.protocol import Schedule

@@ -11,14 +11,9 @@ from steelyard.composition.aggregate import Aggregator, WeightedSum
 from steelyard.composition.pipeline import Pipeline
 from steelyard.composition.weightings import aggregator_of
 from steelyard.errors import ConfigError
+from steelyard.experiment.config.data_tables import sources_of
 from steelyard.experiment.config.reading import import_modules, locate_errors
-from steelyard.experiment.config.schema import (
-    POLICY_LOSSES,
-    REDUCED_LOSSES,
-    Config,
-    TermConfig,
-    sources_of,
-)
+from steelyard.experiment.config.schema import POLICY_LOSSES, REDUCED_LOSSES, Config, TermConfig
 from steelyard.experiment.config.secrets import resolve_secrets
 from steelyard.experiment.config.weights import (
     MAX_CHECKED_STEPS,

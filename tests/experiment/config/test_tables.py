@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from steelyard.experiment.config.schema import Options, Table
+from steelyard.experiment.config.tables import Options, Table
 from steelyard.output.redaction import remember
 
 
