@@ -128,7 +128,7 @@ def test_not_finite(value: float, kind: str) -> None:
 @pytest.mark.parametrize(
     ("term", "cure"),
     [
-        ("t", "mend the term, or leave it out of such steps with on_error='skip'."),
+        ("t", "mend the term; on_error='skip' leaves it out of such steps."),
         ("base", "mend the loss or the data, or lower the learning rate if it was finite before."),
     ],
 )

@@ -106,6 +106,7 @@ def job_for(
             shared=shared,
             resources=term.spec.resources,
             turn=turn() if result.takes_turns else None,
+            may_skip=term.spec.on_error == "raise" and not term.is_base,
         )
 
     def turn() -> Turn | None:

@@ -83,6 +83,7 @@ class Ticket:
         resources: of its task on Ray.
         turn: taken before the work starts in this process, and ended when the ticket is settled;
             None: it runs beside any other work.
+        may_skip: whether the term could be skipped when it fails, and its spec does not say so.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Ticket:
         shared: Sequence[object] = (),
         resources: Mapping[str, Any] = _NO_RESOURCES,
         turn: Turn | None = None,
+        may_skip: bool = False,
     ) -> None:
         self.term = term
         self.kind = kind
@@ -109,6 +111,7 @@ class Ticket:
         self.shared = shared
         self.resources = resources
         self.turn = turn
+        self.may_skip = may_skip
         self.sent: dict[int, Any] = {}
         self.submitted: float | None = None
         self.started: float | None = None
@@ -124,6 +127,11 @@ class Ticket:
     def title(self) -> str:
         """Name of the term in messages."""
         return title(self.term, self.kind)
+
+    @property
+    def or_skip(self) -> str:
+        """The setting that goes on without the term, to end a message; empty if it is of no use."""
+        return ", or set on_error='skip' to go on without it" if self.may_skip else ""
 
     @property
     def running(self) -> bool:
@@ -189,7 +197,7 @@ class Ticket:
         self.settle(
             error=TermTimeoutError(
                 f"{self.title} must end within {self.timeout:g} s and did not: "
-                f"raise its timeout, make it faster, or set its on_error to go on without it.",
+                f"raise its timeout or make it faster{self.or_skip}.",
                 term=self.term,
             )
         )

@@ -295,6 +295,6 @@ def _died(ticket: Ticket, error: ProcessExpired) -> WorkerDiedError:
     how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
     return WorkerDiedError(
         f"the process that ran {ticket.title} must live until it has answered, and died "
-        f"of {how}: look for what ends it, or set its on_error to go on without it.",
+        f"of {how}: look for what ends it{ticket.or_skip}.",
         term=ticket.term,
     )

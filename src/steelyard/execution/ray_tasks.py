@@ -383,8 +383,7 @@ def _failure(ticket: Ticket, error: Exception) -> BaseException:
     if isinstance(error, died):
         return WorkerDiedError(
             f"the process that ran {ticket.title} must live until it has answered, and it or its "
-            f"node died ({_reason(error)}): look for what ends it, or set its on_error to go "
-            f"on without it.",
+            f"node died ({_reason(error)}): look for what ends it{ticket.or_skip}.",
             term=ticket.term,
         )
     if isinstance(error, exceptions.RuntimeEnvSetupError):

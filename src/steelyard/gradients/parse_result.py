@@ -105,7 +105,7 @@ def check_finite(term: str, value: float, what: str = "value") -> None:
         cure = (
             "mend the loss or the data, or lower the learning rate if it was finite before"
             if term == BASE
-            else "mend the term, or leave it out of such steps with on_error='skip'"
+            else "mend the term; on_error='skip' leaves it out of such steps"
         )
         raise NonFiniteError(
             f"the {what} of {title(term)} must be finite, got {value}: {cure}.",
