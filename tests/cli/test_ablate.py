@@ -140,7 +140,9 @@ def test_seeds_give_intervals_and_verdicts(command: CommandRunner, project: Path
     done = command.run(*args, cwd=small_project(project))
     assert done.code == 0, done.err
     assert "run 4 of 4: none, seed 1" in done.out
-    assert "step 7 (8/8)" in done.out
+    begun = [line.partition("  ")[0] for line in done.out.splitlines() if ": step " in line]
+    names = ("all", "none", "all, seed 1", "none, seed 1")
+    assert begun == [f"{name}: step {step} ({step + 1}/2)" for name in names for step in range(2)]
     assert "means of 2 seeds" in done.out
     (cell,) = [line for line in done.out.splitlines() if line.startswith("│ none")]
     assert " ± " in cell

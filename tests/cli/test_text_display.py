@@ -30,6 +30,15 @@ def test_a_line_has_the_loss_and_the_contribution_of_each_term(
     )
 
 
+def test_a_line_of_one_of_several_runs_begins_with_its_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    TextDisplay().step_of("none, seed 1", 1, 2, metrics())
+    assert capsys.readouterr().out == (
+        "none, seed 1: step 1 (2/2)  loss 2.5000  base 2.0000  t/1 +0.5000\n"
+    )
+
+
 def test_findings_are_lines_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     begun = Finding("overfits", "held_out", "warning", "it rises", "1 → 2", "", "stop", 3)
     TextDisplay().findings([begun, replace(begun, ended=9)], [begun])

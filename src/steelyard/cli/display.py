@@ -322,8 +322,15 @@ class TextDisplay:
 
         A line begins with the step, from 0 as in `metrics.jsonl`, and how many are done.
         """
+        self._step(f"step {step} ({step + 1}/{steps})", metrics)
+
+    def step_of(self, run: str, step: int, steps: int, metrics: dict[str, Any]) -> None:
+        """Print a step of one of several runs: the name of the run, and the line of `step`."""
+        self._step(f"{run}: step {step} ({step + 1}/{steps})", metrics)
+
+    def _step(self, beginning: str, metrics: dict[str, Any]) -> None:
         base, *terms = rows_of(metrics)
-        fields = [f"step {step} ({step + 1}/{steps})"]
+        fields = [beginning]
         fields += [f"{row.name} {row.text}" for row in reward_rows(metrics)]
         fields += [*answer_facts(metrics), f"loss {metrics['loss_total']:.4f}"]
         fields.append(f"base {base.value:.4f}")

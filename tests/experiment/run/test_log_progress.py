@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from steelyard.experiment import RunFolder
 from steelyard.experiment.run.log import NewSteps, OverallProgress
@@ -21,6 +22,19 @@ def test_steps_of_interleaved_and_resumed_runs_are_added_up() -> None:
     assert recorder.counts == [(3, 12), (5, 12), (6, 12), (9, 12)]
     assert [metrics["of"] for metrics in recorder.steps] == ["a", "b", "a", "c"]
     assert recorder.messages == ["loading"]
+
+
+def test_a_watcher_that_tells_runs_apart_gets_the_steps_of_each() -> None:
+    class Apart(Recorder):
+        def step_of(self, run: str, step: int, steps: int, metrics: dict[str, Any]) -> None:
+            self.messages.append(f"{run} {step} of {steps}: {metrics}")
+
+    recorder = Apart()
+    progress = OverallProgress(recorder, 6)
+    progress.of("a").step(2, 3, {})
+    progress.of("b", "b, seed 1", after=3).step(0, 3, {"loss": 1})
+    assert recorder.messages == ["a 2 of 3: {}", "b, seed 1 0 of 3: {'loss': 1}"]
+    assert (recorder.steps, progress.done) == ([], {"a": 3, "b": 4})
 
 
 def test_runs_in_several_threads_notify_one_at_a_time() -> None:

@@ -232,14 +232,15 @@ def _train_unfinished(
 ) -> None:
     steps = runs[0].config.train.steps
     unfinished = {run.path: run for run in runs if RunFolder(run.path).result() is None}
-    done = {str(run.path): steps for run in runs if run.path not in unfinished}
+    first = runs[0].seed
+    done = {_name(run, first): steps for run in runs if run.path not in unfinished}
     progress = OverallProgress(watch, steps * len(runs), done)
 
     def begin(path: Path) -> Watcher:
         run = unfinished[path]
-        seed = f", seed {run.seed}" if run.seed != runs[0].seed else ""
-        progress.say(f"run {runs.index(run) + 1} of {len(runs)}: {run.label}{seed}")
-        return progress.of(str(path))
+        name = _name(run, first)
+        progress.say(f"run {runs.index(run) + 1} of {len(runs)}: {name}")
+        return progress.of(name)
 
     configs = {path: run.config for path, run in unfinished.items()}
     if ray is not None and configs:
@@ -248,6 +249,10 @@ def _train_unfinished(
         run_in_parallel(configs, jobs, begin, stop)
     else:
         _run_in_turn(configs, begin, stop)
+
+
+def _name(run: _Run, first_seed: int) -> str:
+    return run.label if run.seed == first_seed else f"{run.label}, seed {run.seed}"
 
 
 def _run_on_ray(

@@ -320,10 +320,12 @@ class _StudyRunner:
         values: list[float] = []
         for seed, config in seeded_configs(with_weights(self.config, weights), self.seeds).items():
             steps_before = len(values) * config.train.steps
-            watch: Watcher = self.progress.of(str(trial.number), after=steps_before)
-            pruning = None if values else _PruningWatcher(trial, self.config.tune, watch)
+            name = f"trial {trial.number}"
             if values:
-                self.progress.say(f"trial {trial.number}, seed {seed}")
+                name += f", seed {seed}"
+                self.progress.say(name)
+            watch: Watcher = self.progress.of(str(trial.number), name, after=steps_before)
+            pruning = None if values else _PruningWatcher(trial, self.config.tune, watch)
             path = trial_folder(seed_folder(self.folder, self.config, seed), trial.number)
             outcome = self._train_run(path, config, pruning or watch, pruning, stop)
             if pruning is not None and pruning.pruned and outcome.status != "done":

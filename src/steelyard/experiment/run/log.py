@@ -61,6 +61,14 @@ def pass_findings(watch: Watcher, changed: Sequence[Finding], lasting: Sequence[
         watch.say(redact(finding.line))
 
 
+@runtime_checkable
+class RunsWatcher(Watcher, Protocol):
+    """A watcher that tells runs apart; others get the steps of several, counted over all of them."""
+
+    def step_of(self, run: str, step: int, steps: int, metrics: dict[str, Any]) -> None:
+        """Receive the metrics of a completed step of one of several runs, counted in that run."""
+
+
 class SilentWatcher:
     """Watcher that ignores everything."""
 
@@ -75,7 +83,7 @@ class SilentWatcher:
 class OverallProgress:
     """Passes the steps of several runs to one watcher, counted over all runs.
 
-    Runs may be in several threads; the watcher is notified by one at a time.
+    A `RunsWatcher` gets them as they are counted in each run, with the name of the run. Runs may be in several threads; the watcher is notified by one at a time.
 
     Attributes:
         watch: the watcher that is notified.
@@ -94,29 +102,33 @@ class OverallProgress:
         with self._lock:
             self.watch.say(text)
 
-    def of(self, run: str, after: int = 0) -> Watcher:
-        """Watcher of one run, or of a part of it that follows `after` steps."""
-        return _RunProgress(self, run, after)
+    def of(self, run: str, name: str | None = None, after: int = 0) -> Watcher:
+        """Watcher of one run, or of a part of it with a name of its own, after so many steps."""
+        return _RunProgress(self, run, name or run, after)
 
 
 @dataclass(frozen=True)
 class _RunProgress:
     overall: OverallProgress
     run: str
+    name: str
     after: int
 
     def say(self, text: str) -> None:
         self.overall.say(text)
 
-    def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:  # noqa: ARG002 - of one run
-        overall = self.overall
+    def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
+        overall, watch = self.overall, self.overall.watch
         with overall._lock:  # noqa: SLF001 - of this module
             overall.done[self.run] = self.after + step + 1
-            overall.watch.step(sum(overall.done.values()) - 1, overall.steps, metrics)
+            if isinstance(watch, RunsWatcher):
+                watch.step_of(self.name, step, steps, metrics)
+            else:
+                watch.step(sum(overall.done.values()) - 1, overall.steps, metrics)
 
     def findings(self, changed: Sequence[Finding], lasting: Sequence[Finding]) -> None:  # noqa: ARG002 - of one run
         for finding in changed:
-            self.say(f"{self.run}: {finding.line}")
+            self.say(f"{self.name}: {finding.line}")
 
 
 @dataclass
