@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console, Group
+from rich.table import Table
 
 from steelyard.cli.display import LiveDisplay, step_table, step_tables
 from steelyard.cli.doctor import COLORS
@@ -44,6 +45,18 @@ def test_the_table_marks_what_lasts_the_worst_first() -> None:
     assert "reward fails" in lines[1]
     assert captured.get().splitlines()[-1].strip() == "overfits: 5 of 6"
     assert "small share" not in shown_table(metrics())
+
+
+def test_every_column_has_a_heading() -> None:
+    console = Console(width=160, color_system=None)
+    marked = [finding("bound broken", "regularizers/t/1"), finding("fails", "rewards/short")]
+    for findings, count in ([], 0), (marked, 2):
+        tables = step_tables(on_policy(), console, findings)[:2]
+        headings = [str(c.header) for t in tables if isinstance(t, Table) for c in t.columns]
+        assert len(headings) >= 13
+        assert all(headings)
+        assert headings.count("finding") == count
+    assert [str(column.header) for column in step_table(skipping(None)).columns][-1] == "finding"
 
 
 def test_findings_are_printed_once_and_marked_while_they_last() -> None:

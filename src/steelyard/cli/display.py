@@ -39,6 +39,7 @@ from steelyard.output.redaction import redact
 _CONTRIBUTION, _SHARE, _TIME = "weight\n× value", "share", "time"
 _FACTOR = "factor"  # shown where an aggregator put one on a gradient
 _PROGRESS = "change\nby step"  # shown where it was measured
+_FINDING = "finding"  # the doctor's, or that the term was skipped; shown where there is one
 _COLUMNS = (
     "term",
     "value",
@@ -50,10 +51,10 @@ _COLUMNS = (
     _FACTOR,
     _PROGRESS,
     _TIME,
-    "",
+    _FINDING,
 )
 _REWARD_COLUMNS = ("name", "mean", "spread", "weight")
-_TEXTS = ("term", "name", "")  # headings of the columns that are no numbers
+_TEXTS = ("term", "name", _FINDING)  # headings of the columns that are no numbers
 # Ways to draw a table, of which the first one that fits the terminal is taken: without borders or
 # not, and the columns that are left out.
 _LAYOUTS: tuple[tuple[bool, tuple[str, ...]], ...] = (
@@ -168,7 +169,13 @@ def _reward_table(
 ) -> Table:
     # With one reward its gradient is that of the base loss.
     compared = any(row.cosine is not None for row in rewards)
-    columns = (*_REWARD_COLUMNS, *(("share", "cosine") if compared else ()), "failed", "")
+    found = any(f"rewards/{row.name}" in marks for row in rewards)
+    columns = (
+        *_REWARD_COLUMNS,
+        *(("share", "cosine") if compared else ()),
+        "failed",
+        *((_FINDING,) if found else ()),
+    )
     rows = [
         [
             Text(row.name),
@@ -177,7 +184,7 @@ def _reward_table(
             Text(f"{row.weight:.3g}"),
             *([_share_of(row), Text(_format(row.cosine, "{:+.2f}"))] if compared else []),
             Text(str(row.failed) if row.failed else "", style="red"),
-            _mark(marks.get(f"rewards/{row.name}", ())),
+            *([_mark(marks.get(f"rewards/{row.name}", ()))] if found else []),
         ]
         for row in rewards
     ]
@@ -229,8 +236,8 @@ def step_table(
     one_space = len(spaces) == 1
     if one_space:
         title += f", gradients w.r.t. {next(iter(spaces))}"
-    shown = [column for column in _columns(rows) if column not in left_out]
     marks = _marks(findings)
+    shown = [column for column in _columns(rows, marks) if column not in left_out]
     by_column = (
         dict(
             zip(
@@ -256,11 +263,15 @@ def step_table(
     )
 
 
-def _columns(rows: list[TermRow]) -> list[str]:
-    """Columns that have a number; factors and changes are rare."""
-    extra = {
+def _columns(rows: list[TermRow], marks: Mapping[str, Sequence[Finding]]) -> list[str]:
+    """Columns that are not empty; factors, changes and findings are rare."""
+    extra: dict[str, list[Any]] = {
         _FACTOR: [row.factor for row in rows],
         _PROGRESS: [row.progress for row in rows],
+        _FINDING: [
+            marks.get(f"regularizers/{row.name}") if row.skipped is None else row.skipped
+            for row in rows
+        ],
     }
     hidden = {column for column, values in extra.items() if all(value is None for value in values)}
     return [column for column in _COLUMNS if column not in hidden]
