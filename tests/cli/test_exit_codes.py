@@ -218,6 +218,18 @@ def test_an_error_of_steelyard_is_one_line(
     assert capsys.readouterr().err == f"{type(error).__name__}: {error}\n"
 
 
+def test_the_notes_of_an_error_are_indented_below_it(capsys: pytest.CaptureFixture[str]) -> None:
+    error = RunError("r is taken.")
+    error.add_note("(on the node 10.0.0.7)")
+    error.add_note('  File "t.py", line 3, in own\n    return 1 / 0')
+    report_error(error)
+    assert capsys.readouterr().err == (
+        "RunError: r is taken.\n"
+        "  (on the node 10.0.0.7)\n"
+        '  File "t.py", line 3, in own\n    return 1 / 0\n'
+    )
+
+
 def test_another_error_has_a_traceback_without_secrets(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -227,8 +227,15 @@ def test_a_term_that_fails_ends_the_run_and_is_named(command: CommandRunner, pro
     done = command.run(
         "train", "c.toml", "regularizers.noise.use=own_terms:broken", "--run", "r", cwd=project
     )
-    assert done.code == 1
-    assert "regularizer 'noise' failed: RuntimeError: the knowledge base is down" in done.err
+    line = (project / "own_terms.py").read_text().splitlines().index("def broken(data, logprobs):")
+    assert (done.code, done.err) == (
+        1,
+        "TermError: regularizer 'noise' failed: RuntimeError: the knowledge base is down\n"
+        f'  File "{project}/own_terms.py", line {line + 2}, in broken\n'
+        '    raise RuntimeError("the knowledge base is down")\n'
+        "  The whole traceback is in r/log.txt.\n",
+    )
+    assert "Traceback (most recent call last):" in (project / "r" / "log.txt").read_text()
 
 
 SKIPPING = ("regularizers.noise.use=own_terms:broken", "regularizers.noise.on_error=skip")

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+import traceback
 from typing import Any
 
 import pytest
@@ -205,6 +206,19 @@ def test_a_thread_that_is_late_and_its_term_that_waits_for_it() -> None:
             break
         except (TermBusyError, TermTimeoutError):  # 0.1 s may be short on a loaded machine
             assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("run_in", EVERYWHERE)
+def test_a_traceback_ends_with_the_line_of_the_term(run_in: Any) -> None:
+    with pytest.raises(TermError) as caught:
+        pipeline(broken, run_in=run_in).compute([], LOGPROBS)
+    shown = "".join(traceback.format_exception(caught.value)).splitlines()
+    line = broken.__code__.co_firstlineno + 1
+    assert (
+        shown[-3] == "steelyard.errors.TermError: regularizer 't' failed: KeyError: 'nothing here'"
+    )
+    assert shown[-2] == f'  File "{broken.__code__.co_filename}", line {line}, in broken'
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_a_timeout_advises_to_skip_the_term_unless_it_is_skipped() -> None:

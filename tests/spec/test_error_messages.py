@@ -12,6 +12,7 @@ from steelyard.spec.error_messages import (
     describe_with_place,
     did_you_mean,
     keep_place,
+    quote_own_code,
     raised_at,
     title,
 )
@@ -59,6 +60,38 @@ def test_a_syntax_error_is_placed_in_the_file_that_has_it() -> None:
 def test_an_exception_that_was_not_raised_has_no_place() -> None:
     assert not raised_at(KeyError("x"))
     assert describe_with_place(KeyError("x")) == "KeyError: 'x'"
+
+
+def nested(depth: int) -> float:
+    return nested(depth - 1) if depth else 1 / depth
+
+
+def test_the_users_own_lines_are_quoted_below_an_error_once() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        nested(20)
+    error = RuntimeError("term 'x' failed")
+    assert not quote_own_code(error)
+    error.__cause__ = caught.value
+    assert [quote_own_code(error), quote_own_code(error)] == [True, True]
+    (note,) = error.__notes__
+    line = nested.__code__.co_firstlineno + 1
+    assert note.startswith(f'  File "{__file__}", line ')
+    assert note.count(f'  File "{__file__}", line {line}, in nested\n    return nested(') == 3
+    assert note.endswith("[Previous line repeated 18 more times]")
+
+
+def test_the_code_of_a_syntax_error_is_quoted() -> None:
+    error = RuntimeError("no")
+    error.__cause__ = SyntaxError("invalid syntax", ("own.py", 2, 5, "def f(:\n"))
+    assert quote_own_code(error)
+    assert error.__notes__ == ['  File "own.py", line 2, in <module>\n    def f(:']
+
+
+def test_code_that_is_not_the_users_is_not_quoted() -> None:
+    error = RuntimeError("no")
+    error.__cause__ = KeyError("never raised")
+    assert not quote_own_code(error)
+    assert not hasattr(error, "__notes__")
 
 
 def test_the_nearest_known_name_is_hinted_at_if_there_is_one() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 from types import FrameType
@@ -21,14 +22,15 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 def report_error(error: Exception) -> int:
     """Print an error to stderr, with secrets blanked out, and return the exit code.
 
-    An error of Steelyard is one line; any other error is a bug or comes from a user's code, and
-    is printed with its traceback.
+    An error of Steelyard is its message, with its notes below, indented; any other error is a bug
+    or comes from a user's code, and is printed with its traceback.
     """
     from steelyard.output.redaction import redact  # noqa: PLC0415 - takes seconds
 
     if isinstance(error, SteelyardError):
-        notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-        message = f"{type(error).__name__}: {error}{notes}\n"
+        notes = (textwrap.dedent(note) for note in getattr(error, "__notes__", ()))
+        below = "".join(f"{textwrap.indent(note, '  ')}\n" for note in notes)
+        message = f"{type(error).__name__}: {error}\n{below}"
     else:
         message = "".join(traceback.format_exception(error))
     sys.stderr.write(redact(message))

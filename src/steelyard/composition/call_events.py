@@ -10,7 +10,7 @@ from steelyard import telemetry
 from steelyard.composition.terms import TermResult
 from steelyard.errors import InputError, TermError
 from steelyard.output.custom_loss import CustomLossOutput
-from steelyard.spec.error_messages import describe, title
+from steelyard.spec.error_messages import describe, quote_own_code, title
 from steelyard.telemetry import events
 from steelyard.telemetry.bus import listening
 
@@ -119,6 +119,7 @@ def skip(result: TermResult, error: BaseException, events: CallEvents | None = N
     if events is not None:
         events.term_failed(result, failure)
     if result.term.is_base or result.term.spec.on_error == "raise":
+        quote_own_code(failure)
         raise failure
     result.value, result.number, result.gradients, result.group = None, None, {}, None
     result.skipped = failure.reason or describe(failure)

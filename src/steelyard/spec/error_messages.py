@@ -8,6 +8,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 # Where frames lie that are not the user's: "<" begins names such as "<frozen importlib>".
 _OTHERS = (
@@ -15,7 +16,7 @@ _OTHERS = (
     f"{Path(__file__).parents[1]}{os.sep}",
     *(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
-_PLACE = "_steelyard_raised_at"
+_FRAMES = "_steelyard_own_frames"
 BASE = "base"  # the name of the base loss among the terms
 
 
@@ -57,27 +58,55 @@ def describe(error: BaseException) -> str:
         return f"{name} (its message cannot be read)"
 
 
-def raised_at(error: BaseException) -> str:
-    """File and line of the user's own code that raised an exception; empty if none did.
+_Frame: TypeAlias = tuple[str, int | None, str, str | None]  # file, line, function, code
 
-    The innermost frame that is neither of this library, nor of Python, nor of an installed package.
-    Of an exception from another process, the place that `keep_place` noted there.
+
+def _own_frames(error: BaseException) -> list[_Frame]:
+    """Frames of the user's own code that an exception went through, the innermost last.
+
+    Those that are neither of this library, nor of Python, nor of an installed package. Of an
+    exception from another process, the ones that `keep_place` noted there.
     """
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}, line {error.lineno}"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(_OTHERS):
-            return f"{frame.filename}, line {frame.lineno}"
-    kept: str = getattr(error, _PLACE, "")
-    return kept
+        return [(error.filename, error.lineno, "<module>", error.text)]
+    frames: list[_Frame] = [
+        (frame.filename, frame.lineno, frame.name, frame.line)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_OTHERS)
+    ]
+    return frames or getattr(error, _FRAMES, [])
+
+
+def raised_at(error: BaseException) -> str:
+    """File and line of the user's own code that raised an exception; empty if none did."""
+    frames = _own_frames(error)
+    return f"{frames[-1][0]}, line {frames[-1][1]}" if frames else ""
+
+
+def quote_own_code(error: BaseException) -> bool:
+    """Add the user's own lines that raised the cause of an error to it as a note, once.
+
+    A traceback ends with the notes of the error, so that these lines stand below all frames of the
+    library.
+
+    Returns:
+        Whether there are such lines.
+    """
+    frames = _own_frames(error.__cause__) if error.__cause__ is not None else []
+    if not frames:
+        return False
+    note = "".join(traceback.format_list(frames)).rstrip()
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+    return True
 
 
 def keep_place(error: BaseException, raised: BaseException | None = None) -> None:
-    """Note the place of an exception that will be pickled, which loses its traceback.
+    """Note the user's own frames of an exception that will be pickled, which loses its traceback.
 
-    `raised` is the exception whose place it is, if that is another one.
+    `raised` is the exception whose frames they are, if that is another one.
     """
-    setattr(error, _PLACE, raised_at(raised or error))
+    setattr(error, _FRAMES, _own_frames(raised or error))
 
 
 def describe_with_place(error: BaseException) -> str:

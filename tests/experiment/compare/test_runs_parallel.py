@@ -52,9 +52,14 @@ def test_a_run_that_fails_is_named_and_no_other_is_started(folder: Path) -> None
         folder / "bad": small_config(folder, regularizers=[entry]),
         folder / "next": small_config(folder),
     }
-    rule = r"and bad did not: TermError: .*OSError: away.* See .*bad/log\.txt and .*bad/output\.txt"
-    with pytest.raises(RunError, match=rule):
+    rule = r"and bad did not: TermError: .*OSError: away\. See .*bad/log\.txt and .*bad/output\.txt"
+    with pytest.raises(RunError, match=rule) as caught:
         run_in_parallel(configs, 1, lambda _: Recorder(), lambda: False)
+    (note,) = caught.value.__notes__
+    assert note.splitlines()[:2] == [
+        f'  File "{folder}/broken_term.py", line 2, in f',
+        "    raise OSError('away')",
+    ]
     assert "OSError: away" in (folder / "bad" / "log.txt").read_text()
     assert not (folder / "next").exists()
     assert not RunFolder(folder / "bad").holds_run, "a corrected config can begin there"

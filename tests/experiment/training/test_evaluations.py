@@ -85,11 +85,12 @@ def test_a_failure_names_the_file_and_the_line(folder: Path) -> None:
     with pytest.raises(TermError) as caught:
         train(small_config(folder, use("broken")), folder / "r")
     assert str(caught.value) == ("evaluation 'broken' failed: ZeroDivisionError: division by zero")
-    (note,) = caught.value.__notes__
+    code, where = caught.value.__notes__
     line = next(
         n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "1 / (" in text
     )
-    assert note.startswith(f"(raised at {__file__}, line {line}; the whole traceback is in ")
+    assert f'File "{__file__}", line {line}, in broken' in code
+    assert where == f"The whole traceback is in {folder / 'r' / 'log.txt'}."
     assert "in broken" in (folder / "r" / "log.txt").read_text()
 
 

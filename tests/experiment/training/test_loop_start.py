@@ -137,9 +137,11 @@ def test_a_start_after_one_that_failed_needs_no_other_folder(folder: Path) -> No
     term = {"use": f"{__name__}:fail", "name": "own", "weight": 0.1}
     with pytest.raises(TermError, match="not yet") as caught:
         train(with_term(folder, term), folder / "r")
-    place = f"{__file__}, line {fail.__code__.co_firstlineno + 1}"
-    log = folder / "r" / "log.txt"
-    assert caught.value.__notes__ == [f"(raised at {place}; the whole traceback is in {log})"]
+    line, log = fail.__code__.co_firstlineno + 1, folder / "r" / "log.txt"
+    assert caught.value.__notes__ == [
+        f'  File "{__file__}", line {line}, in fail\n    raise RuntimeError("not yet")',
+        f"The whole traceback is in {log}.",
+    ]
     assert "Traceback (most recent call last)" in log.read_text()
     config = with_term(folder, L2)
     write_data(folder / "train.jsonl", lines(9))

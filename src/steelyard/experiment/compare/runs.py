@@ -137,7 +137,7 @@ def run_in_parallel(
         for folder in configs:
             # As `train` does: a corrected config can then begin in the same folder.
             RunFolder(folder).discard_start()
-        raise RunError(_ends(ended))
+        raise _failure(ended)
 
 
 def _start(folder: Path, config: Config, watch: Watcher) -> _Child:
@@ -172,27 +172,32 @@ def _memory_is_free(running: list[_Child]) -> bool:
     return bool(psutil.virtual_memory().available > _MEMORY_MARGIN * largest)
 
 
-def _ends(ended: Mapping[Path, int]) -> str:
-    """Describe how runs ended that did not end well."""
+def _failure(ended: Mapping[Path, int]) -> RunError:
+    """Error of runs that did not end well."""
     folder, code = max(ended.items(), key=lambda item: item[1])  # one that failed, if any
     where = f"See {folder / 'log.txt'} and {RunFolder(folder).output}."
     if code > 0:
-        return (
-            f"every run must end well, and {folder.name} did not: {_reason(folder, code)} {where}"
+        reason, *notes = _printed_error(folder) or [f"it ended with the exit code {code}."]
+        error = RunError(
+            f"every run must end well, and {folder.name} did not: {reason.rstrip('.')}. {where}"
         )
-    ends = " ".join(f"{path.name} did not: {_reason(path, code)}" for path, code in ended.items())
-    return (
+        for note in notes:
+            error.add_note(note)
+        return error
+    ends = " ".join(
+        f"{path.name} did not: signal {-signal} ended it." for path, signal in ended.items()
+    )
+    return RunError(
         f"every run must end well, and {ends} The others went on. Start it again to continue "
         f"those that were ended, with fewer --jobs if memory is short. {where}"
     )
 
 
-def _reason(folder: Path, code: int) -> str:
-    """Reason why a run has failed: the last line of its output, which is its error."""
-    if code < 0:
-        return f"signal {-code} ended it."
+def _printed_error(folder: Path) -> list[str]:
+    """Error at the end of a run's output, with its notes: the indented lines below it, if any."""
     lines = RunFolder(folder).output.read_text("utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"it ended with the exit code {code}."
+    first = max((n for n, line in enumerate(lines) if not line.startswith("  ")), default=0)
+    return [lines[first], "\n".join(lines[first + 1 :])] if lines[first + 1 :] else lines[first:]
 
 
 Stop: TypeAlias = Callable[[], bool]

@@ -46,7 +46,7 @@ from steelyard.experiment.training.goals import RunGoals
 from steelyard.experiment.training.learning_rate import describe_default, with_learning_rate
 from steelyard.experiment.training.steps import TrainingSteps
 from steelyard.experiment.training.terms import Terms, build_terms
-from steelyard.spec.error_messages import raised_at
+from steelyard.spec.error_messages import quote_own_code, raised_at
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,8 @@ class _TrainingRun:
             logged = error is self.log.last_failure
             if not logged and (place or not isinstance(error, SteelyardError)):
                 self.run.log("".join(traceback.format_exception(error)))
-            if place:
-                log = self.run.path / "log.txt"
-                error.add_note(f"(raised at {place}; the whole traceback is in {log})")
+            if quote_own_code(error):
+                error.add_note(f"The whole traceback is in {self.run.path / 'log.txt'}.")
             raise
 
     def _execute(self) -> Outcome:
