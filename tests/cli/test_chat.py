@@ -37,6 +37,25 @@ def test_ctrl_c_ends_the_answer_and_at_the_prompt_the_chat(spawn: Spawn, endless
     assert chat.wait_for_code() == 0
 
 
+def test_commands_are_answered_and_not_sent_to_the_model(spawn: Spawn, endless_run: Path) -> None:
+    screen, chat = spawn("chat", str(endless_run), "--max-tokens", "4", "--temperature", "0")
+    screen.expect("/new starts another one")
+    for text, answer in {
+        "/help": "Ctrl-C ends an answer, Ctrl-D or /quit the chat; /new starts another one.",
+        "/system be brief": "/system is no command; there are /help, /new and /quit.",
+        " /system": r"\]{4}\r",
+        "/etc/hosts": r"\]{4}\r",
+    }.items():
+        screen.expect("> ")
+        screen.sendline(text)
+        screen.expect(answer)
+    screen.expect("> ")
+    screen.sendline("/reset")
+    screen.expect("> ")
+    screen.sendline("/Quit")
+    assert chat.wait_for_code() == 0
+
+
 def test_a_terminal_shows_the_base_model_beside_the_trained_one(
     spawn: Spawn, endless_run: Path
 ) -> None:
@@ -74,6 +93,10 @@ def test_a_pipe_gets_the_answers_alone(
     done = command.run(*args, cwd=tmp_path, stdin=typed)
     assert (done.code, done.out) == (0, "]]]]]\n]]]]]\n")
     assert done.err == f"{endless_run.parent / 'base'}, trained for 1 of 1 steps\n"
+    typed.write_text("/help\nhello\n/reset\n/quit\nagain\n")
+    done = command.run(*args, cwd=tmp_path, stdin=typed)
+    assert (done.code, done.out) == (0, "]]]]]\n")
+    assert "/new starts another one." in done.err
     typed.write_text("hello\n")
     done = command.run(*args, "--base", cwd=tmp_path, stdin=typed)
     assert done.out == "trained: ]]]]]\nbase: ]]]]]\n"

@@ -38,7 +38,10 @@ WRONG = [
     ),
     ("[train]\nsteps = 0", "[train]: steps must be >= 1, got 0"),
     ("[train]\nsteps = '5'", "[train]: steps must be a whole number, got '5'"),
-    ("[train]\nstepz = 5", "[train]: stepz is not a key; known: steps, batch_size"),
+    (
+        "[train]\nstepz = 5",
+        "[train]: stepz is not a key; did you mean steps? Known: steps, batch_size",
+    ),
     ("[train]\nbatch_size = -4", "[train]: batch_size must be >= 1, got -4"),
     ("[train]\nlearning_rate = -1e-4", "[train]: learning_rate must be >= 0, got -0.0001"),
     ("[train]\nlearning_rate = { ramp = [1] }", "[train]: learning_rate must be a number >= 0"),
@@ -91,7 +94,7 @@ WRONG = [
     ),
     (
         term("weight = 1\nwieght = 2"),
-        "[[regularizers]] #2: wieght is not a key; known: use, name, weight",
+        "[[regularizers]] #2: wieght is not a key; did you mean weight? Known: use, name, weight",
     ),
     (
         term("weight = 1\noptions = { nrm = 2 }"),
@@ -106,7 +109,10 @@ WRONG = [
     ("[sinks]\nwandb = { project = 'p', mode = 'on' }", "[sinks]: wandb.mode must be one of"),
     ("[tune]\ntrials = 0", "[tune]: trials must be >= 1, got 0"),
     ("[tune]\nobjective = {}", "[tune]: objective must be the key of a metric"),
-    ("[trian]\nsteps = 5", "[trian] is not a key; known: imports, python_path, model"),
+    (
+        "[trian]\nsteps = 5",
+        "[trian] is not a key; did you mean train? Known: imports, python_path, model",
+    ),
     ("imports = ['nowhere_at_all']", "imports must be modules, and 'nowhere_at_all' is none"),
     ("train = 5", "[train] must be a table, got 5"),
     ("[train\nsteps", "must be TOML, and it is not"),

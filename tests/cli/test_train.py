@@ -228,12 +228,12 @@ def test_a_term_that_fails_ends_the_run_and_is_named(command: CommandRunner, pro
         "train", "c.toml", "regularizers.noise.use=own_terms:broken", "--run", "r", cwd=project
     )
     line = (project / "own_terms.py").read_text().splitlines().index("def broken(data, logprobs):")
-    assert (done.code, done.err) == (
-        1,
+    assert done.code == 1
+    assert done.err == (
         "TermError: regularizer 'noise' failed: RuntimeError: the knowledge base is down\n"
         f'  File "{project}/own_terms.py", line {line + 2}, in broken\n'
         '    raise RuntimeError("the knowledge base is down")\n'
-        "  The whole traceback is in r/log.txt.\n",
+        "  The whole traceback is in r/log.txt.\n"
     )
     assert "Traceback (most recent call last):" in (project / "r" / "log.txt").read_text()
 

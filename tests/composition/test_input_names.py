@@ -139,7 +139,10 @@ def test_terms_may_be_mappings() -> None:
         ({"fn": cross_entropy}, "a regularizer needs the field 'weight'"),
         ({"fn": torch.sum, "inputs": "y"}, "a regularizer needs the field 'weight'"),
         ({"weight": 1.0, "inputs": "y"}, "a regularizer needs the field 'fn'"),
-        ({"fn": activity, "weight": 1.0, "evry": 2}, "a regularizer has no field 'evry'"),
+        (
+            {"fn": activity, "weight": 1.0, "evry": 2},
+            r"a regularizer has no field 'evry'; did you mean 'every'\? Known: ",
+        ),
         ({"fn": 3, "weight": 1.0, "inputs": "y"}, "fn must be callable over named inputs, got 3"),
     ],
 )

@@ -545,7 +545,8 @@ def test_a_spec_stands_for_itself() -> None:
         (
             {"fn": nothing, "weigth": 0.1, "name": "term"},
             (
-                "a regularizer has no field 'weigth'; known: ['fn', 'weight', 'name', 'at_most', "
+                "a regularizer has no field 'weigth'; did you mean 'weight'? Known: "
+                "['fn', 'weight', 'name', 'at_most', "
                 "'at_least', 'scale', 'anchor', 'run_in', 'gradient', 'timeout', 'on_error', "
                 "'enabled', 'every', 'options', 'resources', 'needs', 'ranks', 'data', "
                 "'per_step'] "

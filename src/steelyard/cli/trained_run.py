@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,8 +127,14 @@ def export(
     typer.echo(f"{kind} after {record.step} steps: {written}")
 
 
-_HELP = "Ctrl-C ends an answer, Ctrl-D the chat; /new starts another one."
+_HELP = "Ctrl-C ends an answer, Ctrl-D or /quit the chat; /new starts another one."
 _PROMPT = "> "
+# A line that begins with one is not for the model.
+_CHAT_COMMANDS = {
+    "/help": "help", "/?": "help", "/new": "new", "/reset": "new", "/clear": "new",
+    "/quit": "quit", "/exit": "quit", "/bye": "quit",
+}  # fmt: skip
+_COMMAND = re.compile(r"/([A-Za-z]+|\?)(?=\s|$)")
 
 
 def chat(
@@ -174,9 +181,9 @@ def _converse(chats: Sequence[Chat]) -> None:
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for text in _typed_lines() if is_terminal else sys.stdin:
-            if text.strip() == "/new":
-                for chat in chats:
-                    chat.reset()
+            if written := _COMMAND.match(text):
+                if not _obey(written[0], chats):
+                    break
             elif text.strip():
                 with _reported(is_terminal):
                     _answer(chats, text.strip(), show)
@@ -184,6 +191,23 @@ def _converse(chats: Sequence[Chat]) -> None:
         typer.echo()
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def _obey(written: str, chats: Sequence[Chat]) -> bool:
+    """Do what a command in a chat says; return whether the chat goes on."""
+    command = _CHAT_COMMANDS.get(written.lower())
+    if command == "new":
+        for chat in chats:
+            chat.reset()
+    elif command == "help":
+        typer.echo(_HELP, err=True)
+    elif command is None:
+        typer.echo(
+            f"{written} is no command; there are /help, /new and /quit. A space before it sends "
+            f"the line to the model.",
+            err=True,
+        )
+    return command != "quit"
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 from steelyard.errors import SpecError
 from steelyard.spec import protocol, registry
 from steelyard.spec.checks import is_finite, is_whole
-from steelyard.spec.error_messages import title
+from steelyard.spec.error_messages import did_you_mean, title
 from steelyard.spec.protocol import ChoosesNeeds, Schedule, Stateful, TermFn
 from steelyard.spec.registry import SHORT
 from steelyard.spec.weights import (
@@ -442,7 +442,11 @@ def check_fields(fields_: Mapping[str, Any]) -> None:
     where = f" (regularizer {fields_.get('name')!r})"
     for key in fields_:
         if key not in known:
-            raise SpecError(f"a regularizer has no field {key!r}; known: {known}{where}.")
+            hint = did_you_mean(str(key), known)
+            raise SpecError(
+                f"a regularizer has no field {key!r}{hint}{' Known' if hint else '; known'}: "
+                f"{known}{where}."
+            )
     if "fn" not in fields_:
         raise SpecError(f"a regularizer needs the field 'fn', got {list(fields_)}{where}.")
     if not fields_.keys() & {"weight", "at_most", "at_least"}:

@@ -20,7 +20,7 @@ def test_every_error_is_reported(folder: Path) -> None:
     assert str(caught.value).splitlines() == [
         "[train]: steps must be >= 1, got 0",
         "[train]: seed must be >= 0, got -1",
-        "[loss]: usee is not a key; known: use, reduction, options, aggregate; did you mean use?",
+        "[loss]: usee is not a key; did you mean use? Known: use, reduction, options, aggregate",
     ]
 
 
@@ -53,7 +53,10 @@ def test_a_location_is_written_as_in_the_file(loc: tuple[str | int, ...], said: 
         ({"data": {"path": ""}}, "[data]: path must be a non-empty string, got ''"),
         ({"imports": "a"}, "imports must be a list, got 'a'"),
         ({"regularizers": [{"weight": 1}]}, "[[regularizers]] #1: use must be given, got nothing"),
-        ({"sinks": {"wandb": {"mod": 1}}}, "[sinks]: wandb.mod is not a key; known: project, mode"),
+        (
+            {"sinks": {"wandb": {"mod": 1}}},
+            "[sinks]: wandb.mod is not a key; did you mean mode? Known: project, mode",
+        ),
     ],
 )
 def test_each_kind_of_error_states_its_rule(raw: dict[str, Any], message: str) -> None:

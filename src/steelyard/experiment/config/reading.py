@@ -93,8 +93,8 @@ def _format_error(details: dict[str, Any]) -> str:
     if kind == "extra_forbidden":  # its value is not shown: it may be a secret
         known = _keys_at(loc[:-1])
         near = difflib.get_close_matches(str(loc[-1]), known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return f"{location} is not a key; known: {', '.join(known)}{hint}"
+        hint = f"; did you mean {near[0]}? Known" if near else "; known"
+        return f"{location} is not a key{hint}: {', '.join(known)}"
     if kind == "value_error":
         rule = str(context["error"])
         if len(loc) <= 1 and _is_table(str(*loc)):  # a rule of a table names the values itself

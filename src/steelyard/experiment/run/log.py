@@ -63,7 +63,7 @@ def pass_findings(watch: Watcher, changed: Sequence[Finding], lasting: Sequence[
 
 @runtime_checkable
 class RunsWatcher(Watcher, Protocol):
-    """A watcher that tells runs apart; others get the steps of several, counted over all of them."""
+    """A watcher that tells runs apart; others get the steps counted over all runs."""
 
     def step_of(self, run: str, step: int, steps: int, metrics: dict[str, Any]) -> None:
         """Receive the metrics of a completed step of one of several runs, counted in that run."""
@@ -83,7 +83,8 @@ class SilentWatcher:
 class OverallProgress:
     """Passes the steps of several runs to one watcher, counted over all runs.
 
-    A `RunsWatcher` gets them as they are counted in each run, with the name of the run. Runs may be in several threads; the watcher is notified by one at a time.
+    A `RunsWatcher` gets them as they are counted in each run, with the name of the run. Runs may
+    be in several threads; the watcher is notified by one at a time.
 
     Attributes:
         watch: the watcher that is notified.
