@@ -233,7 +233,7 @@ def test_training_data_from_a_dataset(saved: Path) -> None:
     ("given", "message"),
     [
         ({**SUMS, "split": "x"}, "prompts must have no key split for the source"),
-        ({**SUMS, "siz": 2}, "prompts.siz is not a key; known: use, size, seed"),
+        ({**SUMS, "siz": 2}, "prompts.siz is not a key; did you mean size? Known: use, size, seed"),
         ({"use": "datasets:./nowhere"}, "prompts must name a folder that exists, got"),
         ({"use": "nothing.jsonl"}, "prompts must be a file that exists, got"),
         ([], "prompts must be a list with at least one entry, got []"),
