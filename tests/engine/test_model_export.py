@@ -33,11 +33,11 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Trained:
     """A checkpoint of a trained adapter, and the log-probs that the engine has for it."""
 
-    def __init__(self, root: Path, base_model: str, **settings: Any) -> None:
+    def __init__(self, root: Path, base_model: str, *, steps: int = 3, **settings: Any) -> None:
         self.root = root
         with LocalServiceClient(checkpoint_dir=root, device="cpu", dtype="float32") as service:
             client = create(service, base_model, **settings)
-            train(client, 3)
+            train(client, steps)
             self.path = client.save_state("s").result().path
             asked = [datum(TOKENS[:-1], TOKENS[1:])]
             self.logprobs = logprobs(client.forward(asked, "cross_entropy").result())[0]
@@ -115,6 +115,18 @@ def test_a_tied_output_layer_is_untied_only_if_it_was_trained(
     assert_engine_logprobs(model, inner)
 
 
+def test_a_tied_output_layer_stays_tied_if_training_left_it_as_it_was(
+    tied: Path, tmp_path: Path
+) -> None:
+    fresh = Trained(tmp_path / "fresh", str(tied), steps=0)
+    whole, base = load(fresh.export(tmp_path / "whole", merge=True)), load(tied)
+    assert whole.config.tie_word_embeddings
+    assert whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
+    assert torch.equal(logits_of(whole), logits_of(base))
+    sizes = [(f / "model.safetensors").stat().st_size for f in (tmp_path / "whole", tied)]
+    assert sizes[0] == sizes[1]
+
+
 def test_tokenizer_and_chat_template_are_in_the_folder(of_tied: Trained, tmp_path: Path) -> None:
     for merge in (False, True):
         folder = of_tied.export(tmp_path / str(merge), merge=merge)
@@ -133,6 +145,47 @@ def test_the_base_model_has_an_absolute_path(
         assert written == tmp_path / folder
         config = json.loads((written / "adapter_config.json").read_text())
         assert config["base_model_name_or_path"] == str(base)
+
+
+def test_the_hub_id_of_the_base_model_takes_the_place_of_its_path(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--a-model--tied" / "snapshots" / "0123abc"
+    snapshot.parent.mkdir(parents=True)
+    write_tied_model(snapshot)
+    trained = Trained(tmp_path / "checkpoints", str(snapshot))
+    folder = trained.export(tmp_path / "out")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "org/a-model--tied"
+    assert json.loads((folder / "steelyard.json").read_text()) == {
+        "base_model": str(snapshot), "base_model_path": str(snapshot)
+    }  # fmt: skip
+    model = peft.PeftModel.from_pretrained(load(snapshot), folder)
+    assert_engine_logprobs(model, trained)
+
+
+def test_nothing_of_ours_is_added_where_the_config_says_it_all(
+    of_tied: Trained, tmp_path: Path
+) -> None:
+    folder = of_tied.export(tmp_path / "out")
+    assert not (folder / "steelyard.json").exists()
+    assert not (folder / "README.md").exists()
+    carded = export_checkpoint(of_tied.root, of_tied.path, tmp_path / "card", card="# It\n")
+    assert (carded / "README.md").read_text() == "# It\n"
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("shown", [True, False])
+def test_writing_shows_no_progress_bars_and_leaves_the_setting(
+    of_tiny: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str], merge: bool, shown: bool
+) -> None:
+    logging: Any = transformers.utils.logging
+    before = logging.is_progress_bar_enabled()
+    (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+    try:
+        of_tiny.export(tmp_path / "out", merge=merge)
+        assert logging.is_progress_bar_enabled() == shown
+    finally:
+        (logging.enable_progress_bar if before else logging.disable_progress_bar)()
+    assert "Writing model shards" not in capfd.readouterr().err
 
 
 def test_a_merged_model_has_the_dtype_that_was_asked_for(of_tied: Trained, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import peft
 import psutil
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.lora import Linear as LoraLayer
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -278,19 +278,23 @@ class Model:
     def merge(self, adapter: Adapter) -> Any:
         """Add an adapter to the base weights, and return the plain model; this object is used up.
 
-        An output layer that is tied to the embeddings and has LoRA of its own is untied first:
+        An output layer that is tied to the embeddings, and that LoRA has changed, is untied first:
         `merge_and_unload` would add the LoRA of the output to the embeddings of the input too.
         """
         self.activate(adapter)
         net = self._net.get_base_model()
         output, embeddings = net.get_output_embeddings(), net.get_input_embeddings()
-        if isinstance(output, BaseTunerLayer):
+        # Before the first step, and with a learning rate of 0, the product B A is 0.
+        if isinstance(output, LoraLayer) and bool(output.get_delta_weight(adapter.name).any()):
             layer = output.get_base_layer()
             if layer.weight is embeddings.weight:
                 layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
                 for config in (net.config, net.config.get_text_config()):
                     config.tie_word_embeddings = False
-        return self._net.merge_and_unload(adapter_names=[adapter.name])
+        with warnings.catch_warnings():
+            # Of a tied layer whose LoRA is 0, to which nothing is added.
+            warnings.filterwarnings("ignore", message="Model with `tie_word_embeddings=True`")
+            return self._net.merge_and_unload(adapter_names=[adapter.name])
 
     def _check_memory(self, settings: LoraSettings) -> None:
         rank = settings.rank

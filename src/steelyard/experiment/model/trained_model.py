@@ -221,7 +221,7 @@ def export_run(
     step: int | Literal["best"] | None = None,
     dtype: str | None = None,
 ) -> tuple[Path, RunCheckpoint]:
-    """Write the model of a run into a new folder, as an adapter or as a whole model.
+    """Write the model of a run into a new folder, as an adapter or as a whole model, with a card.
 
     Args:
         folder: run folder; the run need not be finished.
@@ -241,6 +241,7 @@ def export_run(
         InputError: the target is not empty or cannot be written, or the dtype is unknown.
     """
     from steelyard.engine.model_export import export_checkpoint  # noqa: PLC0415 - takes seconds
+    from steelyard.experiment.model.model_card import model_card  # noqa: PLC0415 - as above
 
     run = RunFolder(folder)
     config = run.config()
@@ -261,6 +262,7 @@ def export_run(
             merge=merge,
             device=config.model.device,
             dtype=dtype or config.model.dtype,
+            card=model_card(run, checkpoint, merge=merge),
         ),
     )
 

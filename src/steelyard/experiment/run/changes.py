@@ -72,7 +72,7 @@ def describe_settings(folder: str | Path) -> dict[str, Any]:
         settings |= {f"{name}.{key}": weight[key] for key in bounds}
         settings |= {} if bounds else {f"{name}.weight": weight}
         settings[f"{name}.enabled"] = entry.enabled
-    for name, reward in zip(_reward_names(config), config.rewards, strict=True):
+    for name, reward in zip(reward_names(config), config.rewards, strict=True):
         settings[f"{_REWARDS}{name}.weight"] = reward.weight
         settings[f"{_REWARDS}{name}.enabled"] = reward.enabled
     return settings
@@ -274,7 +274,7 @@ def term_names(config: Config) -> list[str]:
     return [entry.name or _own_name(entry.use) or entry.use for entry in config.regularizers]
 
 
-def _reward_names(config: Config) -> list[str]:
+def reward_names(config: Config) -> list[str]:
     """Name of each reward of a config; that of its function if it has none there."""
     return [entry.name or entry.use.rpartition(":")[2] for entry in config.rewards]
 
@@ -320,7 +320,7 @@ def merged_config(config: Config, changes: Iterable[Mapping[str, Any]]) -> Confi
         ConfigError: a key is unknown, or a value that is left breaks its rule.
     """
     raw = config.model_dump(mode="json")
-    names = {"regularizers": term_names(config), "rewards": _reward_names(config)}
+    names = {"regularizers": term_names(config), "rewards": reward_names(config)}
     for key, value in (pair for settings in changes for pair in settings.items()):
         table, index, field = _find(key, names)
         if table == "train":
