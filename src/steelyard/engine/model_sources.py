@@ -151,8 +151,8 @@ def without_progress_bars() -> Iterator[None]:
     """Switch off the progress bars of transformers, such as those of writing weights."""
     from transformers.utils import logging  # noqa: PLC0415 - takes seconds
 
-    was_on = logging.is_progress_bar_enabled()  # type: ignore[no-untyped-call]  # it has no types
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # as above
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no types
     try:
         yield
     finally:

@@ -58,7 +58,7 @@ def describe(error: BaseException) -> str:
         return f"{name} (its message cannot be read)"
 
 
-_Frame: TypeAlias = tuple[str, int | None, str, str | None]  # file, line, function, code
+_Frame: TypeAlias = tuple[str, int, str, str | None]  # file, line, function, code
 
 
 def _own_frames(error: BaseException) -> list[_Frame]:
@@ -68,9 +68,9 @@ def _own_frames(error: BaseException) -> list[_Frame]:
     exception from another process, the ones that `keep_place` noted there.
     """
     if isinstance(error, SyntaxError) and error.filename:
-        return [(error.filename, error.lineno, "<module>", error.text)]
+        return [(error.filename, error.lineno or 0, "<module>", error.text)]
     frames: list[_Frame] = [
-        (frame.filename, frame.lineno, frame.name, frame.line)
+        (frame.filename, frame.lineno or 0, frame.name, frame.line)
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(_OTHERS)
     ]
