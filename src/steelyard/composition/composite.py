@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from steelyard._torch_internals import active_transforms
-from steelyard.composition.aggregate import combine
-from steelyard.composition.auxiliary_losses import Deposits, begin_collecting, end_collecting
+from steelyard.composition.aggregate import Combined, combine
+from steelyard.composition.auxiliary_losses import DepositCollector
 from steelyard.composition.call_events import CALL_EVENTS, CallEvents
 from steelyard.composition.call_seeds import CallSeed
 from steelyard.composition.distributed_inputs import (
@@ -187,8 +187,7 @@ class CompositeLoss(nn.Module):
         self._wrt_module = (wrt,) if isinstance(wrt, nn.Module) else ()
         self._wrapper: tuple[nn.Module, ...] = ()
         self._wrt = _parameters_of(wrt)
-        self._unweighed: set[str] = set()
-        self._deposits: Deposits = {}
+        self._collector = DepositCollector()
         self._last: LazyOutput | None = None
         self.records = True
         self.run_config: Mapping[str, Any] = {}
@@ -276,9 +275,9 @@ class CompositeLoss(nn.Module):
             TermError: the base loss failed, or a term whose `on_error` is `"raise"`.
         """
         named = gather_inputs(outputs, inputs)
-        if self._deposits:
-            named.setdefault("aux", self._deposits)
-        self._warn_unweighed(named.get("aux"))
+        if self._collector.deposits:
+            named.setdefault("aux", self._collector.deposits)
+        self._collector.warn_unweighed(named.get("aux"), self._read_aux)
         if self._counts_calls and torch.is_grad_enabled():
             self._count_call()
         for due in self._due:
@@ -294,8 +293,8 @@ class CompositeLoss(nn.Module):
             total = self._compose_traced(named, self._groups)
         else:
             total = self._compose(named)
-        if self._deposits:
-            self._deposits = {}
+        if self._collector.deposits:
+            self._collector.deposits = {}
         return total
 
     def compare_parameters(self, model: nn.Module) -> None:
@@ -364,9 +363,7 @@ class CompositeLoss(nn.Module):
 
     def watch(self, model: nn.Module) -> RemovableHandle:
         """Collect the values passed to `aux_loss` during each forward pass of `model`."""
-        before = model.register_forward_pre_hook(self._begin_collecting)
-        after = model.register_forward_hook(self._end_collecting, always_call=True)
-        return _Both(before, after)
+        return self._collector.watch(model)
 
     def add(self, like: TermLike) -> None:
         """Put one more term at the end, from the next call on."""
@@ -397,13 +394,6 @@ class CompositeLoss(nn.Module):
         """Restore the state that `get_extra_state` returned."""
         self._terms.load_state_dict(state["terms"])
         self._set_step(state["step"])
-
-    # Methods rather than closures: a deep copy of model and composite keeps the hooks connected.
-    def _begin_collecting(self, *_: object) -> None:
-        self._deposits = begin_collecting()
-
-    def _end_collecting(self, *_: object) -> None:
-        end_collecting(self._deposits)
 
     def _set_step(self, step: int) -> None:
         if not is_whole(step, at_least=0):
@@ -448,8 +438,7 @@ class CompositeLoss(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Deposits of the last forward pass hold its graph; neither it nor a group can be pickled.
-        dropped = dict[str, Any](_deposits={}, group=None, observer=None, _wrapper=())
+        dropped = dict[str, Any](group=None, observer=None, _wrapper=())  # a group has no pickle
         dropped |= dict[str, Any](_recorder=None, _optimizer=None)  # a copy writes no run folder
         return {**self.__dict__, **dropped}
 
@@ -457,7 +446,6 @@ class CompositeLoss(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     def _compose(self, inputs: Mapping[str, Any]) -> Tensor:
         settings, tracked = self._terms.settings, self._tracked
-        aggregator = settings.aggregator
         events = None
         if listening(*CALL_EVENTS):
             data, count = batch_of(inputs.get("data")), len(self.specs)
@@ -480,22 +468,7 @@ class CompositeLoss(nn.Module):
             if ranks is not None:
                 self._terms.average_state(ranks)
             began = perf_counter()
-            combined = None
-            if targets:
-                share = float(self.share) if aggregator.reads_gram else 1.0
-                known = None
-                if isinstance(named, DistributedInputs):
-                    known = named.compare(results, reads_values=aggregator.reads_gram)
-                combined = combine(
-                    results,
-                    aggregator,
-                    space,
-                    tracked=tracked,
-                    step=self._step,
-                    share=share,
-                    known=known,
-                    declared=self._terms.rows,
-                )
+            combined = self._combine(results, named, space, tracked=tracked) if targets else None
             factors = combined.factors if combined else {}
             total = _added(results, self.share, factors, shard_readers)
         except BaseException as error:
@@ -516,6 +489,24 @@ class CompositeLoss(nn.Module):
         if events is not None and events.wants_numbers():
             events.stop(results, last.output, began)
         return total
+
+    def _combine(
+        self, results: Sequence[TermResult], inputs: Inputs, space: str, *, tracked: bool
+    ) -> Combined:
+        """Compare and aggregate the gradients of the terms."""
+        aggregator, known = self._terms.settings.aggregator, None
+        if isinstance(inputs, DistributedInputs):
+            known = inputs.compare(results, reads_values=aggregator.reads_gram)
+        return combine(
+            results,
+            aggregator,
+            space,
+            tracked=tracked,
+            step=self._step,
+            share=float(self.share) if aggregator.reads_gram else 1.0,
+            known=known,
+            declared=self._terms.rows,
+        )
 
     def _open_recorder(self) -> None:
         """Open the run folder before the first step, in the first process."""
@@ -619,17 +610,6 @@ class CompositeLoss(nn.Module):
             )
         return self._last
 
-    def _warn_unweighed(self, deposits: object) -> None:
-        if not isinstance(deposits, Mapping):  # an output of the model that happens to be "aux"
-            return
-        for name in deposits.keys() - self._read_aux - self._unweighed:
-            self._unweighed.add(name)
-            warnings.warn(
-                f"the model leaves the auxiliary loss {name!r}, which has no weight and is not "
-                f"part of the loss: give it one with aux={{{name!r}: ...}}.",
-                stacklevel=5,
-            )
-
 
 def _added(
     results: Sequence[TermResult],
@@ -720,17 +700,6 @@ class _WarnOnce:
                 UncountedStepWarning,
                 stacklevel=2,
             )
-
-
-class _Both(RemovableHandle):
-    """Two handles as one."""
-
-    def __init__(self, first: RemovableHandle, second: RemovableHandle) -> None:
-        self._handles = (first, second)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
 
 def _aux_of(spec: RegularizerSpec) -> list[str]:
