@@ -17,7 +17,8 @@ from steelyard._version import __version__
 from steelyard.engine.adapter import ALPHA
 from steelyard.engine.model_sources import SMOLLM2, WHEEL, find_model
 from steelyard.errors import ConfigError, RunError
-from steelyard.experiment.config.schema import HUB, Config, SourceConfig, sources_of
+from steelyard.experiment.config.data_tables import HUB, SourceConfig, sources_of
+from steelyard.experiment.config.schema import Config
 from steelyard.experiment.run.changes import merged_config, reward_names, term_names
 from steelyard.experiment.run.checkpoints import RunCheckpoint
 from steelyard.experiment.run.folder import RunFolder
