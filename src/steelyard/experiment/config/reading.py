@@ -366,12 +366,15 @@ def _resolve_model(model: ModelConfig, folder: Path) -> ModelConfig:
     """Make a base model that is a folder an absolute path, so that a run resumes from anywhere."""
     name = Path(model.base_model).expanduser()
     folders = [path for path in (folder / name, Path.cwd() / name) if path.is_dir()]
-    if model.backend != "local" or not folders:
+    if model.backend != "local" or (not folders and "/" in model.base_model):
         return model
-    from steelyard.engine.model_sources import KNOWN_MODELS  # noqa: PLC0415 - takes seconds
+    from steelyard.engine.model_sources import KNOWN_MODELS, cached_models  # noqa: PLC0415 - takes seconds
 
     if model.base_model in KNOWN_MODELS:
         return model
+    if not folders:  # a short name is one of this machine's cache
+        cached = cached_models().get(model.base_model)
+        return model if cached is None else model.model_copy(update={"base_model": cached.hub_id})
     return model.model_copy(update={"base_model": str(folders[0].resolve())})
 
 
