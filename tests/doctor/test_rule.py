@@ -116,7 +116,7 @@ def test_other_states_are_errors(wrong: dict[str, Any]) -> None:
 
 def test_a_memory_keeps_short_lists() -> None:
     memory = Memory({})
-    assert [memory.last("a", number, 2) for number in (1.0, 2.0, 3.0)] == [
+    assert [list(memory.last("a", number, 2)) for number in (1.0, 2.0, 3.0)] == [
         [1.0],
         [1.0, 2.0],
         [2.0, 3.0],

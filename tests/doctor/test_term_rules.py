@@ -60,6 +60,18 @@ def test_a_multiplier_that_swings_is_not_falling() -> None:
     assert finding.cause.startswith("one update moves it by up to")
 
 
+def test_a_bound_that_is_broken_at_the_first_step_that_is_seen_has_no_history() -> None:
+    finding = one(bounded([0.9] * 5), KL_BOUND, start=20)
+    assert (finding.rule, finding.step) == ("bound broken", 24)
+
+
+def test_a_jump_beyond_all_numbers_divides_the_learning_rate_by_ten() -> None:
+    facts = Facts(terms=(TermFacts("kl", bound="at_most", scale=1e-300),))
+    finding = one(bounded([1e10, 1e20] * 8), facts)
+    assert finding.cause == "one update moves it by up to inf × its bound: the step is too large"
+    assert finding.cure.startswith("divide the learning rate by 10")
+
+
 def test_a_value_that_moves_away_while_its_multiplier_rises_has_the_wrong_direction() -> None:
     finding = one(bounded([0.3 + 0.03 * step for step in range(30)]), KL_BOUND)
     assert finding.cause.startswith("it moves away while the multiplier rises")

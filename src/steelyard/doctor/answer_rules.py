@@ -199,12 +199,17 @@ def saturated_at_the_start(now: Observation, memory: Memory) -> Judgements:
         at_start = sum(means) / len(means)
         if len(means) < steps or highest is None or at_start < _SATURATED * highest:
             continue
-        diagnosis = Diagnosis(
-            f"{title(reward.name, 'reward')} is near its highest value before training",
-            f"{at_start:.3g} of {highest:.3g} over the first {steps * answers} answers",
-            "take harder prompts, or a stricter reward",
+        if mean < _UNSATURATED * highest:
+            yield reward.subject, None
+            continue
+        yield (
+            reward.subject,
+            Diagnosis(
+                f"{title(reward.name, 'reward')} is near its highest value before training",
+                f"{at_start:.3g} of {highest:.3g} over the first {steps * answers} answers",
+                "take harder prompts, or a stricter reward",
+            ),
         )
-        yield reward.subject, None if mean < _UNSATURATED * highest else diagnosis
 
 
 def _highest(reward: RewardStep) -> float | None:
@@ -260,13 +265,19 @@ def reward_fails(now: Observation, memory: Memory) -> Judgements:  # noqa: ARG00
             continue
         answers = max(now.facts.answers or 0.0, reward.failed)
         fails = all_failed or reward.failed > _FAILED * answers
-        diagnosis = Diagnosis(
-            f"{title(reward.name, 'reward')} fails for {'every' if all_failed else 'many'} answers",
-            f"{reward.failed:.0f} of {answers:.0f} answers at step {now.step}",
-            "repair it or its service, or raise its timeout",
-            severity="problem" if all_failed else None,
+        if not fails:
+            yield reward.subject, None
+            continue
+        whose = "every" if all_failed else "many"
+        yield (
+            reward.subject,
+            Diagnosis(
+                f"{title(reward.name, 'reward')} fails for {whose} answers",
+                f"{reward.failed:.0f} of {answers:.0f} answers at step {now.step}",
+                "repair it or its service, or raise its timeout",
+                severity="problem" if all_failed else None,
+            ),
         )
-        yield reward.subject, diagnosis if fails else None
 
 
 @rule(
@@ -350,10 +361,15 @@ def nearly_constant_reward(now: Observation, memory: Memory) -> Judgements:  # n
         silent = reward.no_signal or 0.0
         varies = std > 0 and silent < 1
         is_constant = varies and (std < _CONSTANT * abs(mean) or silent > _SILENT)
-        diagnosis = Diagnosis(
-            f"{title(reward.name, 'reward')} is nearly constant, and gdpo scales what is left of "
-            "it to the size of the others",
-            f"{mean:.3g} ± {std:.2g} at step {now.step}",
-            "set its weight to 0, or compare the sum of the rewards (advantage='grpo')",
+        if not is_constant:
+            yield reward.subject, None
+            continue
+        yield (
+            reward.subject,
+            Diagnosis(
+                f"{title(reward.name, 'reward')} is nearly constant, and gdpo scales what is left "
+                "of it to the size of the others",
+                f"{mean:.3g} ± {std:.2g} at step {now.step}",
+                "set its weight to 0, or compare the sum of the rewards (advantage='grpo')",
+            ),
         )
-        yield reward.subject, diagnosis if is_constant else None

@@ -8,7 +8,7 @@ from typing import Any
 from steelyard.doctor import answer_rules, run_rules, term_rules
 from steelyard.doctor.facts import Facts
 from steelyard.doctor.finding import Finding
-from steelyard.doctor.observation import Memory, Observation, State, read_number
+from steelyard.doctor.observation import Memory, Observation, read_number
 from steelyard.doctor.rule import Course, Rule
 from steelyard.errors import StateError
 from steelyard.spec.checks import is_finite, is_whole
@@ -66,8 +66,8 @@ class Doctor:
         self.facts = facts
         self._step: int | None = None
         self._updated = False
-        self._memory: dict[str, State] = {}
-        self._courses: dict[tuple[str, str], Course] = {}
+        self._memory = {name: Memory() for name in _NAMES}
+        self._courses: dict[str, dict[str, Course]] = {name: {} for name in _NAMES}
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> list[Finding]:
         """Read the metrics of a step; return the findings that begin or end with it.
@@ -83,7 +83,16 @@ class Doctor:
         # A run that is first observed at a later step was updated before.
         updated = self._updated or (self._step is None and step > 0)
         observation = Observation(step, metrics, self.facts, updated)
-        changed = [finding for rule in RULES for finding in self._apply(rule, observation)]
+        changed = []
+        for rule in RULES:
+            memory, courses = self._memory[rule.name], self._courses[rule.name]
+            for subject, diagnosis in rule.judge(observation, memory):
+                course = courses.get(subject)
+                if course is None:
+                    course = courses[subject] = Course()
+                finding = course.judged(rule, subject, diagnosis, step)
+                if finding is not None:
+                    changed.append(finding)
         rate = read_number(metrics, "optim/learning_rate")
         self._step, self._updated = step, updated or rate is None or rate > 0
         return changed
@@ -92,7 +101,12 @@ class Doctor:
     def findings(self) -> list[Finding]:
         """The findings that last, in the order of the rules, with the numbers of the last step."""
         return sorted(
-            (course.finding for course in self._courses.values() if course.finding),
+            (
+                course.finding
+                for courses in self._courses.values()
+                for course in courses.values()
+                if course.finding
+            ),
             key=lambda finding: (_NAMES.index(finding.rule), finding.subject),
         )
 
@@ -102,13 +116,14 @@ class Doctor:
             "step": self._step,
             "updated": self._updated,
             "memory": {
-                name: {key: list(numbers) for key, numbers in lists.items()}
-                for name, lists in self._memory.items()
-                if lists
+                name: {key: list(numbers) for key, numbers in memory.lists.items()}
+                for name, memory in self._memory.items()
+                if memory.lists
             },
             "courses": [
                 {"rule": name, "subject": subject, **course.state_dict()}
-                for (name, subject), course in sorted(self._courses.items())
+                for name, courses in sorted(self._courses.items())
+                for subject, course in sorted(courses.items())
             ],
         }
 
@@ -129,27 +144,18 @@ class Doctor:
             and isinstance(courses, list)
         ):
             raise StateError(f"the state of a doctor must be what state_dict gave, got {state!r}.")
-        restored: dict[tuple[str, str], Course] = {}
+        restored: dict[str, dict[str, Course]] = {name: {} for name in _NAMES}
         for entry in courses:
             if not isinstance(entry, Mapping) or not {"rule", "subject"} <= set(entry):
                 raise StateError(f"the state of a rule must hold rule and subject, got {entry!r}.")
             rest = {key: entry[key] for key in entry if key not in ("rule", "subject")}
             if entry["rule"] in _NAMES:
-                restored[entry["rule"], str(entry["subject"])] = Course.from_state(rest)
+                restored[entry["rule"]][str(entry["subject"])] = Course.from_state(rest)
         self._step, self._updated, self._courses = step, updated, restored
         self._memory = {
-            name: {key: list(numbers) for key, numbers in lists.items()}
-            for name, lists in memory.items()
+            name: Memory({key: list(numbers) for key, numbers in memory.get(name, {}).items()})
+            for name in _NAMES
         }
-
-    def _apply(self, rule: Rule, observation: Observation) -> list[Finding]:
-        changed, memory = [], Memory(self._memory.setdefault(rule.name, {}))
-        for subject, diagnosis in rule.judge(observation, memory):
-            course = self._courses.setdefault((rule.name, subject), Course())
-            finding = course.judged(rule, subject, diagnosis, observation.step)
-            if finding is not None:
-                changed.append(finding)
-        return changed
 
 
 def diagnose(facts: Facts, rows: Iterable[Mapping[str, Any]]) -> list[Finding]:

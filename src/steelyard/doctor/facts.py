@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal, Self, TypeAlias
 
 from steelyard.spec.checks import is_finite, is_whole
@@ -252,11 +253,20 @@ class Facts:
 
     def term(self, name: str) -> TermFacts:
         """Facts of a term; those that are not declared have the defaults."""
-        return next((term for term in self.terms if term.name == name), TermFacts(name))
+        return self._terms_by_name.get(name) or TermFacts(name)
 
     def reward(self, name: str) -> RewardFacts:
         """Facts of a reward; those that are not declared have the defaults."""
-        return next((reward for reward in self.rewards if reward.name == name), RewardFacts(name))
+        return self._rewards_by_name.get(name) or RewardFacts(name)
+
+    # They are asked for at every step. Of two with one name the first counts.
+    @cached_property
+    def _terms_by_name(self) -> dict[str, TermFacts]:
+        return {term.name: term for term in reversed(self.terms)}
+
+    @cached_property
+    def _rewards_by_name(self) -> dict[str, RewardFacts]:
+        return {reward.name: reward for reward in reversed(self.rewards)}
 
     def with_specs(self, specs: Iterable[RegularizerSpec]) -> Facts:
         """The same facts with the terms of these specs."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, TypeAlias
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 from steelyard.doctor.facts import Facts, RewardFacts, TermFacts
 from steelyard.output.step_metrics import reward_names, terms_that_ran
@@ -21,32 +21,35 @@ State: TypeAlias = dict[str, list[float]]
 class Memory:
     """Numbers that one rule keeps from step to step: short lists, by key.
 
-    Args:
-        lists: the lists, which are changed in place, so that their owner can save them.
+    Attributes:
+        lists: the lists, to save.
     """
 
-    def __init__(self, lists: State) -> None:
-        self._lists = lists
+    def __init__(self, lists: State | None = None) -> None:
+        self.lists: State = {} if lists is None else lists
 
     def last(self, key: str, number: float, count: int) -> list[float]:
         """Append a number; return the last `count` of this key, the new one at the end."""
-        numbers = self._lists[key] = [*self._lists.get(key, []), number][-count:]
+        numbers = self.lists.setdefault(key, [])
+        numbers.append(number)
+        if len(numbers) > count:
+            del numbers[:-count]
         return numbers
 
     def first(self, key: str, number: float, count: int = 1) -> list[float]:
         """Append a number unless there are `count`; return the first `count` of this key."""
-        numbers = self._lists.setdefault(key, [])
+        numbers = self.lists.setdefault(key, [])
         if len(numbers) < count:
             numbers.append(number)
         return numbers
 
     def replace(self, key: str, numbers: list[float]) -> None:
         """Keep these numbers as those of this key."""
-        self._lists[key] = numbers
+        self.lists[key] = numbers
 
     def holds(self, key: str) -> bool:
         """Whether there is a number of this key."""
-        return bool(self._lists.get(key))
+        return bool(self.lists.get(key))
 
     def mean_of_first(self, key: str, number: float, count: int = 3) -> float:
         """Mean of the first `count` numbers of this key, of which this is one if they are fewer."""
@@ -57,25 +60,56 @@ class Memory:
 def read_number(metrics: Mapping[str, Any], key: str) -> float | None:
     """Number of a metric; None if it is missing, not a number, not finite, or above `LARGEST`."""
     value = metrics.get(key)
-    # Most of what rules read is missing.
-    if value is None or not is_finite(value) or abs(value) > LARGEST:
+    # Most of what rules read is missing, or a plain float; NaN is in no range.
+    if value is None:
         return None
-    return float(value)
+    if type(value) is float:
+        return value if -LARGEST <= value <= LARGEST else None
+    return float(value) if is_finite(value) and abs(value) <= LARGEST else None
 
 
 def is_broken_number(metrics: Mapping[str, Any], key: str) -> bool:
     """Whether a metric is a number and not finite, or above `LARGEST`."""
     value = metrics.get(key)
+    if type(value) is float:
+        return not -LARGEST <= value <= LARGEST
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and read_number(metrics, key) is None
 
 
 @dataclass(frozen=True)
-class TermStep:
+class TermKeys:
+    """Keys of the metrics of one term; `subject` is what they begin with."""
+
+    subject: str
+    value: str
+    contribution: str
+    weight: str
+    bound: str
+    violation: str
+    grad_norm: str
+    grad_norm_weighted: str
+    grad_space: str
+    duration: str
+    progress: str
+    cosine: str
+
+    @classmethod
+    @lru_cache(maxsize=256)  # a run reads those of the same few terms at every step
+    def of(cls, name: str) -> TermKeys:
+        """Keys of the term of this name."""
+        subject = f"regularizers/{name}"
+        ends = (field.name for field in fields(cls))
+        keys = {end: f"{subject}/{end}" for end in ends}
+        return cls(**(keys | {"subject": subject, "cosine": f"cosines/base/{name}"}))
+
+
+class TermStep(NamedTuple):
     """Numbers of one term at one step; None where a number is missing or not finite.
 
     Attributes:
         name: name of the term.
+        subject: subject of findings about it.
         facts: what is declared of it.
         value: value before the weight.
         weight: weight, or the multiplier of a bound.
@@ -92,6 +126,7 @@ class TermStep:
     """
 
     name: str
+    subject: str
     facts: TermFacts
     value: float | None
     weight: float | None
@@ -104,11 +139,6 @@ class TermStep:
     cancelled: float | None
     seconds: float | None
     progress: float | None
-
-    @property
-    def subject(self) -> str:
-        """Subject of findings about it."""
-        return f"regularizers/{self.name}"
 
     @property
     def is_bounded(self) -> bool:
@@ -176,7 +206,7 @@ class Observation:
         """Number of a metric; None if it is missing or not finite."""
         return read_number(self.metrics, key)
 
-    @property
+    @cached_property
     def tracked(self) -> bool:
         """Whether gradient norms were tracked at this step."""
         return self.number("base_loss/grad_norm") is not None
@@ -218,36 +248,38 @@ class Observation:
     def _term(
         self, name: str, norms: Mapping[str, float | None], total: float, spaces: Mapping[str, str]
     ) -> TermStep:
-        prefix = f"regularizers/{name}"
+        metrics, keys = self.metrics, TermKeys.of(name)
         base, norm = norms["base"], norms[name]
-        grad_norm = self.number(f"{prefix}/grad_norm")
+        grad_norm = read_number(metrics, keys.grad_norm)
         compared = base is not None and norm is not None and spaces[name] == spaces["base"]
         share = norm / total if compared and norm is not None and total > 0 else None
-        cosine = self.number(f"cosines/base/{name}") if base and grad_norm and compared else None
+        cosine = read_number(metrics, keys.cosine) if base and grad_norm and compared else None
         return TermStep(
             name,
+            keys.subject,
             self.facts.term(name),
-            value=self.number(f"{prefix}/value"),
-            weight=self.number(f"{prefix}/weight"),
-            bound=self.number(f"{prefix}/bound"),
-            violation=self.number(f"{prefix}/violation"),
+            value=read_number(metrics, keys.value),
+            weight=read_number(metrics, keys.weight),
+            bound=read_number(metrics, keys.bound),
+            violation=read_number(metrics, keys.violation),
             grad_norm=grad_norm,
-            has_gradient=f"{prefix}/grad_norm" in self.metrics,
+            has_gradient=keys.grad_norm in metrics,
             share=share,
             cosine=cosine,
             cancelled=-cosine * norm / base if cosine is not None and norm and base else None,
-            seconds=self.number(f"{prefix}/duration"),
-            progress=self.number(f"{prefix}/progress"),
+            seconds=read_number(metrics, keys.duration),
+            progress=read_number(metrics, keys.progress),
         )
 
     def _weighted_norm(self, name: str) -> float | None:
         if name == "base":
             return self.number("base_loss/grad_norm")
-        return self.number(f"regularizers/{name}/grad_norm_weighted")
+        return self.number(TermKeys.of(name).grad_norm_weighted)
 
     def _space(self, name: str) -> str:
-        prefix = "base_loss" if name == "base" else f"regularizers/{name}"
-        written = self.metrics.get(f"{prefix}/grad_space")
+        is_base = name == "base"
+        key = "base_loss/grad_space" if is_base else TermKeys.of(name).grad_space
+        written = self.metrics.get(key)
         if isinstance(written, str):
             return written
         declared = "" if name == "base" else self.facts.term(name).space

@@ -41,7 +41,7 @@ def short_number(number: float) -> str:
 
 def smaller_rate(now: Observation, divisor: float = LARGEST_DIVISOR) -> str:
     """Advice to divide the learning rate, by 2 to 10, with the numbers where they are known."""
-    whole = min(max(2, round(divisor)), LARGEST_DIVISOR)
+    whole = round(min(max(2, divisor), LARGEST_DIVISOR))  # it may be infinite
     rate = now.learning_rate
     numbers = f" (from {rate:.2g} to {rate / whole:.2g})" if rate else ""
     return f"divide the learning rate by {whole}{numbers}"
@@ -121,15 +121,17 @@ class Course:
     ) -> Finding | None:
         """Add a judgement; return the finding if it begins or ends with it."""
         count, of = rule.begin
-        self.window = [*self.window, diagnosis is not None][-of:]
+        window, finding = self.window, self.finding
+        window.append(diagnosis is not None)
+        while len(window) > of:
+            window.pop(0)
         self.well = 0 if diagnosis else self.well + 1
-        finding = self.finding
         if diagnosis is None:
             if finding is None or self.well < rule.end:
                 return None
             self.finding, self.window = None, []
             return replace(finding, ended=step)
-        if finding is None and sum(self.window) < count:
+        if finding is None and sum(window) < count:
             return None
         # While it lasts, the numbers are those of the last step at which it was not well.
         self.finding = Finding(

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
-from steelyard.doctor.observation import (
-    Memory,
-    Observation,
-    is_broken_number,
-)
+from steelyard.doctor.observation import Memory, Observation, TermKeys, is_broken_number
 from steelyard.doctor.rule import Diagnosis, Judgements, percent, rule, smaller_rate
 from steelyard.errors import NonFiniteError
 from steelyard.spec.error_messages import BASE, title
@@ -32,29 +29,35 @@ _CROSS_ENTROPY = "cross_entropy"
 )
 def not_finite(now: Observation, memory: Memory) -> Judgements:  # noqa: ARG001 - keeps nothing
     """A number of the run is no number."""
-    keys = {
-        "base_loss": ["base_loss/value", "base_loss/grad_norm"],
-        "run": ["loss_total", "total_grad_norm", "optim/unclipped_grad_l2:mean", "held_out/loss"],
-    }
-    names = {"base_loss": title("base"), "run": "the run"}
-    for term in now.terms:
-        ends = ("value", "contribution", "grad_norm", "grad_norm_weighted")
-        keys[term.subject] = [f"{term.subject}/{end}" for end in ends]
-        names[term.subject] = title(term.name)
-    for subject, of_subject in sorted(keys.items()):
-        broken = [key for key in of_subject if is_broken_number(now.metrics, key)]
+    for subject, name, keys in _finite_numbers(tuple(term.name for term in now.terms)):
+        broken = [key for key in keys if is_broken_number(now.metrics, key)]
         if not broken:
-            if any(key in now.metrics for key in of_subject):
+            if not now.metrics.keys().isdisjoint(keys):
                 yield subject, None
             continue
         shown = ", ".join(f"{key} = {str(now.metrics[key])[:12]}" for key in broken)
         diagnosis = Diagnosis(
-            f"{names[subject]} has a number that is not finite",
+            f"{name} has a number that is not finite",
             f"{shown} at step {now.step}",
             "go back to the checkpoint before, with a smaller learning rate; check_finite=True "
             "stops at the term and the example",
         )
         yield subject, diagnosis
+
+
+@lru_cache(maxsize=16)  # as a rule the same terms run at every step
+def _finite_numbers(terms: tuple[str, ...]) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Subjects of a run with these terms, their names, and the metrics that must be finite."""
+    run = ("loss_total", "total_grad_norm", "optim/unclipped_grad_l2:mean", "held_out/loss")
+    subjects = [
+        ("base_loss", title("base"), ("base_loss/value", "base_loss/grad_norm")),
+        ("run", "the run", run),
+    ]
+    for term in terms:
+        keys = TermKeys.of(term)
+        numbers = (keys.value, keys.contribution, keys.grad_norm, keys.grad_norm_weighted)
+        subjects.append((keys.subject, title(term), numbers))
+    return sorted(subjects)
 
 
 @rule(
@@ -112,12 +115,17 @@ def exploded(now: Observation, memory: Memory) -> Judgements:
     else:
         # A policy loss begins at about 0, since advantages cancel.
         is_exploded = abs(loss) > _EXPLODED_OTHERS * max(largest, 1.0)
-    diagnosis = Diagnosis(
-        "the base loss has exploded",
-        f"{largest:.3g} in the first steps, {loss:.3g} at step {now.step}",
-        f"{smaller_rate(now)}, or set grad_clip_norm",
+    if not is_exploded:
+        yield "base_loss", None
+        return
+    yield (
+        "base_loss",
+        Diagnosis(
+            "the base loss has exploded",
+            f"{largest:.3g} in the first steps, {loss:.3g} at step {now.step}",
+            f"{smaller_rate(now)}, or set grad_clip_norm",
+        ),
     )
-    yield "base_loss", diagnosis if is_exploded else None
 
 
 @rule(
@@ -246,12 +254,17 @@ def clipped_at_most_steps(now: Observation, memory: Memory) -> Judgements:
     limit = now.facts.grad_clip_norm if limit is None else limit
     if norm is None or not limit:
         return
-    norms = sorted(memory.last("norms", norm, 20))
-    usual = norms[len(norms) // 2]
-    diagnosis = Diagnosis(
-        "the gradient is clipped at most steps",
-        f"norm {usual:.3g} (median), clipped to {limit:.3g}, up to step {now.step}",
-        f"set grad_clip_norm to about {2 * usual:.2g}, so that it cuts the exceptions",
-        severity="warning" if usual > _CLIPPED_HARD * limit else None,
+    norms = memory.last("norms", norm, 20)
+    if norm <= limit:
+        yield "optim", None
+        return
+    usual = sorted(norms)[len(norms) // 2]
+    yield (
+        "optim",
+        Diagnosis(
+            "the gradient is clipped at most steps",
+            f"norm {usual:.3g} (median), clipped to {limit:.3g}, up to step {now.step}",
+            f"set grad_clip_norm to about {2 * usual:.2g}, so that it cuts the exceptions",
+            severity="warning" if usual > _CLIPPED_HARD * limit else None,
+        ),
     )
-    yield "optim", diagnosis if norm > limit else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Final
 
-from steelyard.doctor.observation import Memory, Observation, TermStep
+from steelyard.doctor.observation import Memory, Observation, RewardStep, TermStep
 from steelyard.doctor.rule import Diagnosis, Judgements, percent, rule, short_number, smaller_rate
 from steelyard.output.step_metrics import short_reason, skipped_terms
 from steelyard.spec.error_messages import title
@@ -69,7 +69,7 @@ def bound_broken(now: Observation, memory: Memory) -> Judgements:
         if now.step < _SETTLING and not thrown_out:
             continue
         # One that rises again after a fall swings, and is not coming down.
-        if multipliers[-1] < min(_FALLING * max(multipliers), *multipliers[-2:-1]):
+        if multipliers[-1] < min([_FALLING * max(multipliers), *multipliers[-2:-1]]):
             continue
         yield term.subject, _broken_bound(now, term, scale, values, multipliers)
 
@@ -241,13 +241,18 @@ def batch_too_small(now: Observation, memory: Memory) -> Judgements:  # noqa: AR
         batch = now.facts.batch_size if own is None else own
         if batch is None or smallest is None or not (term.weight or term.is_bounded):
             continue
-        diagnosis = Diagnosis(
-            f"{title(term.name)} compares groups of data, and a batch is too small for that",
-            f"{batch} data in a call, at least {smallest} wanted",
-            f"set the batch size to {smallest} or more",
-            "the gap between means of a few data is mostly noise",
+        if batch >= smallest:
+            yield term.subject, None
+            continue
+        yield (
+            term.subject,
+            Diagnosis(
+                f"{title(term.name)} compares groups of data, and a batch is too small for that",
+                f"{batch} data in a call, at least {smallest} wanted",
+                f"set the batch size to {smallest} or more",
+                "the gap between means of a few data is mostly noise",
+            ),
         )
-        yield term.subject, diagnosis if batch < smallest else None
 
 
 @rule(
@@ -272,23 +277,26 @@ def no_response(now: Observation, memory: Memory) -> Judgements:
             measured = memory.last(f"{term.name}/progress", term.progress, _MEASURES)
         if share is None or not now.updated:
             continue
+        is_measured = len(measured) == _MEASURES
+        if not is_measured and len(values) < _RESPONSE_WINDOW:
+            continue
         is_large = share > _MODERATE_SHARE and (term.cosine or 0.0) > _OPPOSING
-        if len(measured) == _MEASURES:
-            rises = min(measured) > 0
-            evidence = f"each of the last {_MEASURES} measured updates raised it"
-        elif len(values) == _RESPONSE_WINDOW:
-            rises = _rises(values)
+        if not is_large or not (min(measured) > 0 if is_measured else _rises(values)):
+            yield term.subject, None
+            continue
+        evidence = f"each of the last {_MEASURES} measured updates raised it"
+        if not is_measured:
             half = _RESPONSE_WINDOW // 2
             before, after = _mean(values[:half]), _mean(values[half:])
             evidence = f"{before:.3g} → {after:.3g} over {_RESPONSE_WINDOW} steps"
-        else:
-            continue
-        diagnosis = Diagnosis(
-            f"{title(term.name)} rises although it is trained to fall",
-            f"{evidence}, with {percent(share)} of the gradient at step {now.step}",
-            "check the sign of its gradient and its estimator, or take it off",
+        yield (
+            term.subject,
+            Diagnosis(
+                f"{title(term.name)} rises although it is trained to fall",
+                f"{evidence}, with {percent(share)} of the gradient at step {now.step}",
+                "check the sign of its gradient and its estimator, or take it off",
+            ),
         )
-        yield term.subject, diagnosis if rises and is_large else None
 
 
 def _rises(values: list[float]) -> bool:
@@ -326,14 +334,19 @@ def dominates(now: Observation, memory: Memory) -> Judgements:
     for term in now.terms:
         if term.share is None or not term.weight or term.facts.restraint or term.is_bounded:
             continue
+        if term.share <= _LARGE_SHARE:
+            yield term.subject, None
+            continue
         weight = term.weight_for(_MODERATE_SHARE)
         lower = f"lower its weight to {weight:.2g}, which gives it 30 %" if weight else ""
-        diagnosis = Diagnosis(
-            f"{title(term.name)} dominates the gradient",
-            f"{percent(term.share)} of the sum of the norms at step {now.step}",
-            lower or "lower its weight",
+        yield (
+            term.subject,
+            Diagnosis(
+                f"{title(term.name)} dominates the gradient",
+                f"{percent(term.share)} of the sum of the norms at step {now.step}",
+                lower or "lower its weight",
+            ),
         )
-        yield term.subject, diagnosis if term.share > _LARGE_SHARE else None
 
 
 @rule(
@@ -355,12 +368,18 @@ def fights(now: Observation, memory: Memory) -> Judgements:
         cosine, cancelled = term.cosine, term.cancelled
         if cosine is None or cancelled is None or term.facts.restraint or term.is_bounded:
             continue
-        diagnosis = Diagnosis(
-            f"{title(term.name)} works against the base loss",
-            f"cosine {cosine:.2f}, cancels {percent(cancelled)} of its gradient at step {now.step}",
-            "lower its weight, or give it a bound; anchor=True says that it is meant to",
+        if cosine >= _OPPOSING or cancelled <= _CANCELLED:
+            yield term.subject, None
+            continue
+        share = percent(cancelled)
+        yield (
+            term.subject,
+            Diagnosis(
+                f"{title(term.name)} works against the base loss",
+                f"cosine {cosine:.2f}, cancels {share} of its gradient at step {now.step}",
+                "lower its weight, or give it a bound; anchor=True says that it is meant to",
+            ),
         )
-        yield term.subject, diagnosis if cosine < _OPPOSING and cancelled > _CANCELLED else None
 
 
 @rule(
@@ -393,6 +412,9 @@ def brakes(now: Observation, memory: Memory) -> Judgements:
             how = f"{term.value:.3g} with a bound of {term.bound:.3g}"
         else:
             continue
+        if not is_brake or loss <= _LEFT_TO_LEARN:
+            yield term.subject, None
+            continue
         cure = "raise the bound" if term.is_bounded else "lower the weight"
         diagnosis = Diagnosis(
             f"{title(term.name)} holds the base loss back: both are measured on the same tokens",
@@ -402,7 +424,7 @@ def brakes(now: Observation, memory: Memory) -> Judgements:
             f"{cure} to learn more of the task",
             "a token that gains a nat moves its log-prob away from the reference by as much",
         )
-        yield term.subject, diagnosis if is_brake and loss > _LEFT_TO_LEARN else None
+        yield term.subject, diagnosis
 
 
 def _base_has_faded(now: Observation, memory: Memory) -> bool:
@@ -425,18 +447,23 @@ def takes_the_time(now: Observation, memory: Memory) -> Judgements:  # noqa: ARG
     seconds = now.number("seconds")
     if not seconds or now.step == 0:  # the first call loads what it needs
         return
-    terms = [(t.subject, title(t.name), t.seconds, t.facts.run_in) for t in now.terms]
-    rewards = [(r.subject, title(r.name, "reward"), r.seconds, r.facts.run_in) for r in now.rewards]
-    for subject, name, duration, executor in (*terms, *rewards):
+    timed_steps: list[TermStep | RewardStep] = [*now.terms, *now.rewards]
+    for timed in timed_steps:
+        duration = timed.seconds
         if duration is None:
             continue
-        diagnosis = Diagnosis(
-            f"{name} takes most of the time of a step",
-            f"{duration:.2g} of {seconds:.2g} s at step {now.step}",
-            _CURE_BY_EXECUTOR.get(executor, _CURE_OF_TIME),
+        if duration <= _LONG_SECONDS or duration <= _LONG_FRACTION * seconds:
+            yield timed.subject, None
+            continue
+        name = title(timed.name, "regularizer" if isinstance(timed, TermStep) else "reward")
+        yield (
+            timed.subject,
+            Diagnosis(
+                f"{name} takes most of the time of a step",
+                f"{duration:.2g} of {seconds:.2g} s at step {now.step}",
+                _CURE_BY_EXECUTOR.get(timed.facts.run_in, _CURE_OF_TIME),
+            ),
         )
-        is_long = duration > _LONG_SECONDS and duration > _LONG_FRACTION * seconds
-        yield subject, diagnosis if is_long else None
 
 
 @rule(
@@ -484,12 +511,18 @@ def small_share(now: Observation, memory: Memory) -> Judgements:
         weight = term.weight_for(_GOOD_SHARE)
         if weight is None:
             continue
+        if term.share >= _SMALL_SHARE:
+            yield term.subject, None
+            continue
         cure = f"take a weight of {weight:.2g}, which gives it 10 %"
         if term.facts.compares_models and term.value:
             cure += f"; or leave it, if it is to stay below {term.value:.2g}, where it is"
-        diagnosis = Diagnosis(
-            f"{title(term.name)} has next to no effect at its weight of {term.weight:.3g}",
-            f"{percent(term.share, digits=2)} of the sum of the gradient norms at step {now.step}",
-            cure,
+        share = percent(term.share, digits=2)
+        yield (
+            term.subject,
+            Diagnosis(
+                f"{title(term.name)} has next to no effect at its weight of {term.weight:.3g}",
+                f"{share} of the sum of the gradient norms at step {now.step}",
+                cure,
+            ),
         )
-        yield term.subject, diagnosis if term.share < _SMALL_SHARE else None

@@ -6,23 +6,48 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from steelyard.output.custom_loss import CustomLossOutput
 
 _TERM, _RAN, _SKIPPED, _REASON = "regularizers/", "/contribution", "skipped/", "/reason"
-_SPACE = "/grad_space"
+_SPACE, _BASE_NORM = "/grad_space", "base_loss/grad_norm"
+# 0.1.0 wrote no spaces; there, as a rule, a gradient is with respect to the log-probs.
+_DEFAULT_SPACE = "logprobs"
 _REWARD, _WEIGHT = "rewards/", "/weight"
 _MAX_WORDS = 12  # of a shortened reason
 
 
+@dataclass(frozen=True)
+class _Names:
+    """Names of the terms that ran, the rewards and what may be skipped terms, in a set of keys."""
+
+    terms: list[str]
+    rewards: list[str]
+    skipped: list[str]
+
+
+@lru_cache(maxsize=16)  # the steps of a run have the same few sets of keys
+def _names_in(keys: tuple[str, ...]) -> _Names:
+    return _Names(
+        [
+            key.removeprefix(_TERM).removesuffix(_RAN)
+            for key in keys
+            if key.startswith(_TERM) and key.endswith(_RAN) and "/custom/" not in key
+        ],
+        [
+            key.removeprefix(_REWARD).removesuffix(_WEIGHT)
+            for key in keys
+            if key.startswith(_REWARD) and key.endswith(_WEIGHT)
+        ],
+        [key.removeprefix(_SKIPPED) for key in keys if key.startswith(_SKIPPED)],
+    )
+
+
 def terms_that_ran(metrics: Mapping[str, Any]) -> list[str]:
     """Names of the terms that ran in this step, in the order of the metrics."""
-    return [
-        key.removeprefix(_TERM).removesuffix(_RAN)
-        for key in metrics
-        if key.startswith(_TERM) and key.endswith(_RAN) and "/custom/" not in key
-    ]
+    return list(_names_in(tuple(metrics)).terms)
 
 
 def reward_names(metrics: Mapping[str, Any]) -> list[str]:
@@ -32,11 +57,7 @@ def reward_names(metrics: Mapping[str, Any]) -> list[str]:
         >>> reward_names({"rewards/short/mean": 0.5, "rewards/short/weight": 1.0})
         ['short']
     """
-    return [
-        key.removeprefix(_REWARD).removesuffix(_WEIGHT)
-        for key in metrics
-        if key.startswith(_REWARD) and key.endswith(_WEIGHT)
-    ]
+    return list(_names_in(tuple(metrics)).rewards)
 
 
 def weighted_reward(
@@ -87,12 +108,11 @@ def skipped_terms(metrics: Mapping[str, Any]) -> dict[str, str]:
         >>> skipped_terms(line)
         {'judge': 'TermTimeoutError: too late'}
     """
-    names = [
-        key.removeprefix(_SKIPPED)
-        for key, value in metrics.items()
-        if key.startswith(_SKIPPED) and not isinstance(value, str)
-    ]
-    return {name: str(metrics.get(f"{_SKIPPED}{name}{_REASON}", "")) for name in names}
+    return {
+        name: str(metrics.get(f"{_SKIPPED}{name}{_REASON}", ""))
+        for name in _names_in(tuple(metrics)).skipped
+        if not isinstance(metrics[f"{_SKIPPED}{name}"], str)
+    }
 
 
 def mean_metrics(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -170,10 +190,11 @@ def gradients(lines: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[
         {'base': 0.75, 'kl': 0.25}
     """
     spaces = {name: _space_of(lines, name) for name in ("base", *names)}
-    by_step = {
-        name: [weighted_norm(line, name) for line in lines if _space_of([line], name) == space]
-        for name, space in spaces.items()
-    }
+    by_step: dict[str, list[float | None]] = {name: [] for name in spaces}
+    for line in lines:
+        for name, space in spaces.items():
+            if str(line.get(_space_key(name), _DEFAULT_SPACE)) == space:
+                by_step[name].append(weighted_norm(line, name))
     norms = {
         # Norms that are not finite (`check_finite = false`) have no share.
         name: math.fsum(norm for norm in of_term if norm is not None and math.isfinite(norm))
@@ -185,13 +206,14 @@ def gradients(lines: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[
         for space in set(spaces.values())
     }
     members = Counter(spaces[name] for name in norms)
+    against_base = _against_base(lines, [name for name in norms if name != "base"])
     return {
         name: Gradient(
             norm,
             space := spaces[name],
             norm / totals[space] if totals[space] > 0 else None,
             members[space] == 1,
-            *(_against_base(lines, name) if name != "base" else ()),
+            *against_base.get(name, ()),
         )
         for name, norm in norms.items()
     }
@@ -209,36 +231,47 @@ def space_label(space: str) -> str:
 
 def weighted_norm(metrics: Mapping[str, Any], name: str) -> float | None:
     """Norm of the weighted gradient of a term, or of `"base"`, at a step; None without one."""
-    key = "base_loss/grad_norm" if name == "base" else f"{_TERM}{name}/grad_norm_weighted"
-    return metrics.get(key)
+    return metrics.get(_BASE_NORM if name == "base" else f"{_TERM}{name}/grad_norm_weighted")
 
 
 def cosine_to_base(metrics: Mapping[str, Any], name: str) -> float | None:
     """Cosine between the gradients of a term and the base loss; None where one of them is 0."""
-    if not metrics.get(f"{_TERM}{name}/grad_norm") or not metrics.get("base_loss/grad_norm"):
+    if not metrics.get(f"{_TERM}{name}/grad_norm") or not metrics.get(_BASE_NORM):
         return None
     return metrics.get(f"cosines/base/{name}")
 
 
+def _space_key(name: str) -> str:
+    return f"base_loss{_SPACE}" if name == "base" else f"{_TERM}{name}{_SPACE}"
+
+
 def _space_of(lines: Sequence[Mapping[str, Any]], name: str) -> str:
-    # 0.1.0 wrote no spaces; there, as a rule, a gradient is with respect to the log-probs.
-    key = "base_loss/grad_space" if name == "base" else f"{_TERM}{name}{_SPACE}"
-    return str(next((line[key] for line in reversed(lines) if key in line), "logprobs"))
+    key = _space_key(name)
+    return str(next((line[key] for line in reversed(lines) if key in line), _DEFAULT_SPACE))
 
 
 def _against_base(
-    lines: Sequence[Mapping[str, Any]], name: str
-) -> tuple[float | None, float | None]:
-    """Mean cosine to the gradient of the base loss, and the fraction of it that is cancelled."""
-    cosines, products, squares = [], [], []
+    lines: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, tuple[float | None, float | None]]:
+    """Of each term: mean cosine to the gradient of the base loss, and how much of it is cancelled.
+
+    The second is the fraction `-sum_t <w g, g_base> / sum_t ||g_base||^2`.
+    """
+    cosines: dict[str, list[float]] = {name: [] for name in names}
+    products: dict[str, list[float]] = {name: [] for name in names}
+    squares = []
     for line in lines:
-        base, norm = weighted_norm(line, "base") or 0.0, weighted_norm(line, name) or 0.0
-        cosine = cosine_to_base(line, name)
-        if cosine is not None and math.isfinite(base * norm * cosine):
-            cosines.append(cosine)
-            products.append(base * norm * cosine)
+        base = weighted_norm(line, "base") or 0.0
         if math.isfinite(base):
-            squares.append(base**2)
-    if not cosines:
-        return None, None
-    return math.fsum(cosines) / len(cosines), -math.fsum(products) / math.fsum(squares)
+            squares.append(base * base)
+        for name in names if base else ():
+            cosine = cosine_to_base(line, name)
+            product = base * (weighted_norm(line, name) or 0.0) * (cosine or 0.0)
+            if cosine is not None and math.isfinite(product):
+                cosines[name].append(cosine)
+                products[name].append(product)
+    return {
+        name: (math.fsum(values) / len(values), -math.fsum(products[name]) / math.fsum(squares))
+        for name, values in cosines.items()
+        if values
+    }

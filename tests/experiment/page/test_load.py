@@ -9,7 +9,13 @@ import pytest
 
 from steelyard.errors import RunError
 from steelyard.experiment.page.frozen import write_report
-from steelyard.experiment.page.load import LoadedRun, configured_terms, load_runs, term_name
+from steelyard.experiment.page.load import (
+    LoadedRun,
+    configured_terms,
+    load_run,
+    load_runs,
+    term_name,
+)
 from tests.experiment.folders import write_ablation, write_lines, write_run
 
 from .frozen_page import compared_in
@@ -49,6 +55,19 @@ def test_the_later_line_of_a_repeated_step_counts(run: Path) -> None:
     found = load_runs([run]).runs[0]
     assert found.series("loss_total")[0] == [0, 1, 2, 3]
     assert found.series("loss_total")[1][2] == 7.0
+
+
+def test_the_metrics_are_read_without_the_secrets_of_the_config(run: Path) -> None:
+    secret = "a-secret-of-this-config"
+    table = {"use": "judge", "options": {"api_key": secret}}
+    (run / "config.json").write_text(json.dumps({"regularizers": [table]}))
+    rows = [
+        {"step": step, "skipped/judge": 1.0, "skipped/judge/reason": f"{reason} {secret}"}
+        for step, reason in enumerate(["refused", "refused", "late"])
+    ]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    reasons = [row["skipped/judge/reason"] for row in load_run("run", run).rows]
+    assert reasons == ["refused ***", "refused ***", "late ***"]
 
 
 def test_samples_are_optional(run: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from steelyard.experiment import RunFolder
+from steelyard.experiment.page.load import load_run
 from steelyard.experiment.page.plain_files import MAX_LINE
 from steelyard.experiment.page.series import (
     Position,
@@ -66,6 +67,17 @@ def test_columns_are_those_of_the_run(trained: Path) -> None:
     ((why, at),) = series.skipped.items()
     assert why == ("failing", "RuntimeError: the knowledge base is down")
     assert list(at) == list(range(STEPS))
+
+
+def test_curves_of_a_loaded_run_are_those_of_its_file(trained: Path) -> None:
+    """A report reads the metrics of its run once."""
+    run = trained / "first"
+    series, loaded = refreshed(run / "metrics.jsonl"), load_run("first", run).curves()
+    assert loaded.keys == series.keys
+    for key in series.keys:
+        assert points(loaded, key) == points(series, key)
+    for attribute in ("steps", "last_step", "damaged", "texts", "skipped"):
+        assert getattr(loaded, attribute) == getattr(series, attribute)
 
 
 def test_only_what_was_added_is_read(file: Path) -> None:

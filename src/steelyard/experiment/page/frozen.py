@@ -150,8 +150,7 @@ def _is_compared(experiment: Experiment) -> bool:
 
 
 def _alone(run: LoadedRun) -> Document:
-    found, series = statistics_of(run), RunSeries(run.folder / METRICS)
-    series.refresh()
+    found, series = statistics_of(run), run.curves()
     baseline = baseline_of(run.folder)
     sentence = None if baseline is None else baseline.sentence
     document = summary_document(run, found, series=series, baseline=sentence)
@@ -192,6 +191,7 @@ def _compared(experiment: Experiment) -> Document:
     for run in loaded["runs"]:
         folder = folders[run["name"]]
         series = RunSeries(folder / METRICS)
+        series.refresh()
         own = read_config_file(folder)
         views[run["name"]] = curves_document(series, own, groups=COMPARED_GROUPS, points=_POINTS)
         marks += [{**change, "run": run["name"]} for change in changes(folder)]

@@ -113,7 +113,6 @@ def curves_document(
         groups: groups of charts, see `Chart`, and `"cosines"`, the heat-map; all if empty.
         points: largest number of points of a curve.
     """
-    series.refresh()
     constant = _constants(series)
     charts = make_charts(
         series.keys,

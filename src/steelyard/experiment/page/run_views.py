@@ -37,7 +37,7 @@ from steelyard.experiment.page.run_document import (
 )
 from steelyard.experiment.page.run_index import RunIndex, RunSummary, file_signature
 from steelyard.experiment.page.run_statistics import statistics_of
-from steelyard.experiment.page.series import Position, RunSeries, rows_after
+from steelyard.experiment.page.series import Position, RedactedTexts, RunSeries, rows_after
 from steelyard.output.redaction import redact
 
 T = TypeVar("T")
@@ -182,6 +182,7 @@ class RunViews:
         series = self.series(name)
         config = read_config_file(self.index.path(name))
         with series.lock:
+            series.refresh()
             return curves_document(series, config, smoothing=smoothing, groups=groups)
 
     def _begin(self, name: str, path: Path) -> Document:
@@ -299,7 +300,7 @@ class FindingsReader:
             if position == self._position:
                 break
             self._position = position
-            for row in redact(rows):
+            for row in map(self._texts.redact, rows):
                 if self._last is not None:
                     if row["step"] < self._last["step"]:
                         continue
@@ -317,6 +318,7 @@ class FindingsReader:
         self._position = _START
         self._last = None
         self._ended = []
+        self._texts = RedactedTexts()  # a rule reads no text inside a list or a table
 
     def _failures(self) -> list[Finding]:
         """The finding about the step that failed, which is no line of the metrics."""

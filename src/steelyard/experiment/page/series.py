@@ -7,8 +7,9 @@ import itertools
 import math
 import threading
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeAlias
 
@@ -125,9 +126,34 @@ class RunSeries:
                     # A longer line is read in parts, each of which is damaged.
                     if not line.endswith(b"\n") and len(line) < MAX_LINE:
                         break
-                    self._add(line)
+                    self._add_line(line)
         except OSError:  # removed, not readable, or a link
             self._reset()
+
+    @classmethod
+    def of_rows(
+        cls,
+        path: Path,
+        rows: Sequence[Mapping[str, Any]],
+        columns: Mapping[str, tuple[list[int], list[float]]],
+    ) -> Self:
+        """Metrics of a file that was read already.
+
+        Args:
+            path: the file.
+            rows: its rows, in the order of their steps.
+            columns: steps and values of each metric in them.
+        """
+        series = cls(path)
+        series.steps, series.last_step = len(rows), rows[-1]["step"]
+        series._columns = {
+            key: _Column(array("q", steps), array("d", map(_as_float, values)))
+            for key, (steps, values) in columns.items()
+            if key not in _NOT_CURVES
+        }
+        for row in rows:
+            series._add_texts(row)
+        return series
 
     @property
     def position(self) -> Position:
@@ -144,33 +170,40 @@ class RunSeries:
         found = self._columns.get(key, _Column())
         return np.array(found.steps, dtype=np.int64), np.array(found.values, dtype=np.float64)
 
-    def _add(self, line: bytes) -> None:
+    def _add_line(self, line: bytes) -> None:
         self.size += len(line)
         self._last_line = line
         row = parse_row(line)
         if row is None:
             self.damaged += bool(line.strip())
-            return
+        else:
+            self._add(row)
+
+    def _add(self, row: Mapping[str, Any]) -> None:
         step = row["step"]
         if step <= self.last_step:  # a step that was repeated replaces the earlier ones
             self._drop_from(step)
         self.last_step = step
         self.steps += 1
+        columns = self._columns
         for key, value in row.items():
             if type(value) is float or type(value) is int:
-                if key not in _NOT_CURVES:
-                    column = self._columns.get(key)
-                    if column is None:
-                        column = self._columns[key] = _Column()
-                    column.steps.append(step)
-                    column.values.append(_as_float(value))
-            elif type(value) is str:
-                self.texts[key] = value
-        if b'"skipped/' in line:
-            for name, reason in skipped_terms(row).items():
-                # Shortened, since a long reason may differ from step to step.
-                why = name, short_reason(redact(reason))
-                self.skipped.setdefault(why, array("q")).append(step)
+                column = columns.get(key)
+                if column is None:
+                    if key in _NOT_CURVES:
+                        continue
+                    column = columns[key] = _Column()
+                column.steps.append(step)
+                column.values.append(_as_float(value))
+        self._add_texts(row)
+
+    def _add_texts(self, row: Mapping[str, Any]) -> None:
+        self.texts |= {key: value for key, value in row.items() if type(value) is str}
+        step = row["step"]
+        for name, reason in skipped_terms(row).items():
+            # Shortened, since a long reason may differ from step to step.
+            why = name, short_reason(redact(reason))
+            self.skipped.setdefault(why, array("q")).append(step)
 
     def _drop_from(self, step: int) -> None:
         for column in self._columns.values():
@@ -280,12 +313,19 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     step = None if row is None else row.get("step")
     if row is None or type(step) is not int or not 0 <= step < _MAX_STEP:
         return None
+    row = dict(zip(_shared_keys(tuple(row)), row.values(), strict=True))
     return _without_undefined_cosines(row)
+
+
+@lru_cache(maxsize=16)  # the rows of a run have the same few sets of keys
+def _shared_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the first of equal keys: rows that share them take half the memory, and no time."""
+    return keys
 
 
 def _without_undefined_cosines(row: dict[str, Any]) -> dict[str, Any]:
     """Row without the cosines to a gradient that is 0: the metrics have them as 0."""
-    norms = [key for key, value in row.items() if key.endswith("/grad_norm") and value == 0]
+    norms = [key for key in _norms_in(tuple(row)) if row[key] == 0]
     if not norms:
         return row
     names = [
@@ -298,6 +338,26 @@ def _without_undefined_cosines(row: dict[str, Any]) -> dict[str, Any]:
         for key, value in row.items()
         if not (key.startswith("cosines/") and (key.startswith(starts) or key.endswith(ends)))
     }
+
+
+@lru_cache(maxsize=16)
+def _norms_in(keys: tuple[str, ...]) -> list[str]:
+    return [key for key in keys if key.endswith("/grad_norm")]
+
+
+class RedactedTexts:
+    """Redacts the texts of the rows of one file; most rows have those of the row before."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+        self._redacted: dict[str, str] = {}
+
+    def redact(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Row with every secret in its texts replaced."""
+        texts = {key: value for key, value in row.items() if type(value) is str}
+        if texts != self._texts:
+            self._texts, self._redacted = texts, redact(texts)
+        return row | self._redacted
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float | None]:
