@@ -115,6 +115,18 @@ def test_requests_and_console_messages_would_be_noticed(browser: Chrome, tmp_pat
     assert "http://127.0.0.1:1/x.png" in page.requests()
 
 
+def test_a_report_of_several_runs_has_a_map_of_the_cosines_of_each(
+    browser: Chrome, folder: Path
+) -> None:
+    page = Page(browser, folder / "several.html")
+    page.draw()
+    maps = "return [...document.querySelectorAll('#charts-cosines figure')].map(m => m.ariaLabel)"
+    assert page.run(maps) == ["Cosines in one", "Cosines in two"]
+    page.run("document.querySelector('#charts-cosines summary').click()")
+    drawn = "return [...document.querySelectorAll('#charts-cosines canvas')].map(c => c.height)"
+    page.wait(lambda: all(height > 0 and height != 150 for height in page.run(drawn)))
+
+
 def test_lines_follow_a_change_to_dark_mode(browser: Chrome, folder: Path) -> None:
     page = Page(browser, folder / "one.html")
     page.scheme("light")

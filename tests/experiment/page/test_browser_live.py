@@ -199,6 +199,21 @@ def test_a_term_opens_at_a_click_or_a_key_in_its_colour(
     assert page.complaints() == []
 
 
+# Fraction of the width of a heat map up to the last field that is drawn.
+INKED = """(() => {
+  const canvas = map.querySelector('canvas');
+  if (!canvas.clientWidth || canvas.width !== Math.round(canvas.clientWidth * devicePixelRatio))
+    return 0;
+  const copy = new OffscreenCanvas(canvas.width, 1);
+  const context = copy.getContext('2d', {willReadFrequently: true});
+  context.drawImage(canvas, 0, 0);
+  const {data} = context.getImageData(0, 0, canvas.width, 1);
+  let last = -1;
+  for (let x = 0; x < canvas.width; x += 1) if (data[4 * x + 3]) last = x;
+  return (last + 1) / canvas.width;
+})()"""
+
+
 def test_two_runs_are_compared(browser: Chrome, watched: WatchPage) -> None:
     page = opened(browser, watched, "first")
     page.wait(lambda: page.run("return document.querySelectorAll('#runs tbody tr').length") == 2)
@@ -215,6 +230,17 @@ def test_two_runs_are_compared(browser: Chrome, watched: WatchPage) -> None:
         ".map(({chart}) => chart.plot.scales.x.max)"
     )
     assert set(ends) == {STEPS + 59}
+    # A folded map of all cosines for each run, on that axis too.
+    maps = "[...document.querySelectorAll('#charts-cosines figure')]"
+    assert not page.run("return document.querySelector('#charts-cosines details').open")
+    assert page.run(f"return {maps}.map((map) => map.ariaLabel)") == [
+        "Cosines in first",
+        "Cosines in second",
+    ]
+    page.run("document.querySelector('#charts-cosines summary').click()")
+    inked = f"return {maps}.map((map) => {INKED})"
+    page.wait(lambda: page.run(inked)[1:] == [1])
+    assert page.run(inked)[0] == pytest.approx(STEPS / (STEPS + 60), abs=0.01)
     assert page.complaints() == []
 
 
@@ -281,6 +307,30 @@ def test_all_sections_open_with_smoothing_and_a_log_scale(
     page.wait(lambda: page.run(f"{drawn} chart.plot.scales.y.distr") == 3)
     assert text(page, ".switches output") == "0.9"
     assert page.complaints() == []
+
+
+def test_what_is_opened_stays_open_when_the_curves_are_loaded_again(
+    browser: Chrome, watched: WatchPage
+) -> None:
+    page = opened(browser, watched, "first")
+    page.run("document.querySelector('#charts-optimizer summary').click()")
+    page.run("document.querySelector('#charts-gradients summary').click()")
+    page.run(
+        "document.getElementById('charts-time').isBefore = true;"
+        "const slider = document.getElementById('smoothing'); slider.value = 0.5;"
+        "slider.dispatchEvent(new Event('change'));"
+    )
+    page.wait(
+        lambda: page.run(
+            "const section = document.getElementById('charts-time');"
+            "return section !== null && !section.isBefore"
+        )
+    )
+    opened_now = (
+        "return ['optimizer', 'gradients', 'time', 'contributions'].map((group) =>"
+        " document.querySelector(`#charts-${group} details`).open)"
+    )
+    assert page.run(opened_now) == [True, False, False, True]
 
 
 def test_a_zoom_holds_for_all_charts_and_ends(browser: Chrome, watched: WatchPage) -> None:

@@ -24,7 +24,8 @@ const resized = new ResizeObserver((entries) => {
   for (const entry of entries) entry.target.chart.resize();
 });
 
-// What all charts over steps share: log scale, zoom, last step, and the marks of changes.
+// What all charts over steps share: log scale, zoom, last step, the marks of changes, and which
+// sections are folded. It lasts when a page is loaded again.
 export class ChartOptions {
   constructor() {
     this.log = false;
@@ -32,6 +33,7 @@ export class ChartOptions {
     this.last = 0;
     this.marks = []; // [{step, text}]
     this.charts = new Set();
+    this.folded = {}; // what the reader has opened or closed, by the id of the section
   }
 
   zoomTo(range) {

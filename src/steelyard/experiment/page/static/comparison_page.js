@@ -3,9 +3,10 @@
 import { ScatterChart } from "./charts.js";
 import { appendRows } from "./curves.js";
 import { chip, colourName, dashOf, el, table } from "./dom.js";
+import { HeatMap } from "./heatmap.js";
 import { IntervalPlot } from "./intervals.js";
 import { configView, samplesView } from "./records.js";
-import { chartSwitches, Sections } from "./sections.js";
+import { Sections } from "./sections.js";
 
 export class ComparisonPage extends Sections {
   constructor(element, options, actions) {
@@ -27,9 +28,15 @@ export class ComparisonPage extends Sections {
     if (first) this.element.append(el("section", {}, first));
     this.addEffects();
     if (comparison.search) this.addSearch(comparison.search);
-    this.addMainCharts();
+    const main = this.mainCharts();
+    const linesFor = (chart) => this.linesOfChart(chart);
+    this.addMainCharts(main, linesFor, { smoothing, smooth: this.actions.smooth });
     if (others.length) this.foldable("tables", "More tables", false, el("div", {}, others));
-    this.addCharts();
+    this.addGroups(comparison.charts, linesFor, {
+      skip: main,
+      isFolded: true,
+      heatMaps: this.heatMaps(),
+    });
     this.addDifferences();
     this.addSamples();
     this.addConfigs();
@@ -82,7 +89,6 @@ export class ComparisonPage extends Sections {
     const whole = el(
       "table",
       {},
-      el("caption", {}, caption),
       el("thead", {}, el("tr", {}, el("td", {}), heads)),
       el("tbody", {}, body),
     );
@@ -90,6 +96,7 @@ export class ComparisonPage extends Sections {
       "div",
       { class: "table-card" },
       el("h2", {}, title),
+      el("p", { class: "note" }, caption),
       el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title }, whole),
     );
   }
@@ -214,30 +221,14 @@ export class ComparisonPage extends Sections {
     return [...main.filter(isHeldOut), ...main.filter((chart) => !isHeldOut(chart))].slice(0, 2);
   }
 
-  addMainCharts() {
-    const cards = this.mainCharts().map(
-      (chart) => this.chart(chart, this.linesOfChart(chart), 220),
-    );
-    if (!cards.length) return;
-    const rebuild = () => this.rebuild();
-    const switches = chartSwitches(
-      this.options,
-      { smoothing: this.smoothing, smooth: this.actions.smooth, rebuild },
-    );
-    this.element.append(
-      el(
-        "section",
-        { id: "loss" },
-        el("h2", { class: "sr-only" }, "Loss or reward"),
-        el("div", { class: "cards wide" }, cards),
-        switches,
-      ),
-    );
-  }
-
-  addCharts() {
-    const linesFor = (chart) => this.linesOfChart(chart);
-    this.addGroups(this.comparison.charts, linesFor, { skip: this.mainCharts(), isFolded: true });
+  // The cosines between all gradients, a map for each run.
+  heatMaps() {
+    const { runs, views } = this.comparison;
+    return runs
+      .filter(({ name }) => views[name]?.cosines)
+      .map(({ name, label }) =>
+        new HeatMap(views[name].cosines, this.options, { title: `Cosines in ${label}` }),
+      );
   }
 
   addDifferences() {

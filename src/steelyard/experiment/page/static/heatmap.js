@@ -7,14 +7,17 @@ const ROW = 16;
 export class HeatMap {
   // cosines: {pairs: {key: label}, steps, end, rows}; the caller appends to it. A column covers
   // the steps from its own to the next, the last one those before `end`. `keys` limits the rows.
-  constructor(cosines, { title = "Cosines between gradients", keys = null } = {}) {
+  // The map is as wide as the charts: it ends with the last step of `options`, of all runs.
+  constructor(cosines, options, { title = "Cosines between gradients", keys = null } = {}) {
     this.cosines = cosines;
+    this.options = options;
     this.title = title;
     const all = Object.entries(cosines.pairs);
     this.shown = all
       .map(([key, label], at) => ({ key, label, at }))
       .filter(({ key }) => keys === null || keys.includes(key));
     this.canvas = el("canvas", { role: "img", "aria-label": `${title} over time` });
+    this.extent = el("span", {});
     this.hover = el("span", {}, "Point at a field to read it.");
     const labels = this.shown.map(({ label }) => el("div", { title: label }, label));
     this.card = figureCard(
@@ -27,6 +30,7 @@ export class HeatMap {
         el("div", { class: "bar" }),
         "+1 aligned",
         this.hover,
+        this.extent,
       ),
     );
     this.canvas.addEventListener("pointermove", (event) => this.read(event));
@@ -44,6 +48,7 @@ export class HeatMap {
 
   changed() {
     const { rows, steps, end } = this.cosines;
+    const count = this.options.last + 1;
     const width = this.canvas.clientWidth;
     if (width === 0 || steps.length === 0) return;
     const scale = window.devicePixelRatio || 1;
@@ -59,7 +64,8 @@ export class HeatMap {
     const [against, neutral, along, gap] = ["against", "neutral", "with", "gap"].map((name) =>
       rgb(colour(name)),
     );
-    const bounds = [...steps, end].map((step) => Math.round((step * width) / end));
+    const bounds = [...steps, end].map((step) => Math.round((step * width) / count));
+    this.extent.textContent = `Steps 0 to ${this.options.last}.`;
     this.shown.forEach(({ at: row }, place) => {
       rows[row].forEach((value, at) => {
         context.fillStyle =
@@ -75,7 +81,9 @@ export class HeatMap {
   read(event) {
     const { rows, steps, end } = this.cosines;
     const area = this.canvas.getBoundingClientRect();
-    const step = Math.floor(((event.clientX - area.left) / area.width) * end);
+    const place = (event.clientX - area.left) / area.width;
+    const step = Math.floor(place * (this.options.last + 1));
+    if (step >= end) return; // the run ended before
     const at = steps.findLastIndex((first) => first <= step);
     const row = this.shown[Math.floor((event.clientY - area.top) / ROW)];
     const value = row && rows[row.at][at];

@@ -12,10 +12,9 @@ import {
   samplesView,
   skippedTable,
 } from "./records.js";
-import { chartSwitches, linesOf, Sections } from "./sections.js";
+import { linesOf, Sections } from "./sections.js";
 import { termTable } from "./term_tables.js";
 
-const MAIN_HEIGHT = 220;
 const DETAIL_HEIGHT = 150;
 const DETAIL_GROUPS = ["values", "rewards", "weights", "gradients", "held_out", "custom"];
 const NOT_IN_DETAIL = /\/(share|violation|grad_norm|failed|seconds)$/; // the table has them
@@ -48,12 +47,13 @@ export class RunPage extends Sections {
     this.element.append(this.summary, this.tables, this.details);
     this.showState(state);
     this.fillTables(term);
-    this.addMainCharts();
+    const main = this.mainCharts();
+    const linesFor = (chart) => linesOf(chart, view.curves);
+    this.addMainCharts(main, linesFor, { smoothing, smooth: this.actions.smooth });
     this.openTerm(term);
     this.addTexts();
-    const heatMap = view.cosines ? new HeatMap(view.cosines) : null;
-    const skip = this.mainCharts();
-    this.addGroups(view.charts, (chart) => linesOf(chart, view.curves), { skip, heatMap });
+    const heatMaps = view.cosines ? [new HeatMap(view.cosines, this.options)] : [];
+    this.addGroups(view.charts, linesFor, { skip: main, heatMaps });
     this.addConstants();
     this.addSkipped();
     if (this.actions.hasLog) this.addRecord("log", "Log");
@@ -242,7 +242,10 @@ export class RunPage extends Sections {
       .map(([key]) => key);
     if (!keys.length) return null;
     return this.keep(
-      new HeatMap(cosines, { title: `Cosines of ${row.label} with the others`, keys }),
+      new HeatMap(cosines, this.options, {
+        title: `Cosines of ${row.label} with the others`,
+        keys,
+      }),
     );
   }
 
@@ -252,27 +255,6 @@ export class RunPage extends Sections {
     const of = (group) => this.view.charts.filter((chart) => chart.group === group);
     const [reward] = this.view.rewards.length ? of("rewards") : [];
     return reward ? [reward, ...of("loss").slice(0, 1)] : of("loss");
-  }
-
-  addMainCharts() {
-    const charts = this.mainCharts();
-    const cards = charts.map(
-      (chart) => this.chart(chart, linesOf(chart, this.view.curves), MAIN_HEIGHT),
-    );
-    const rebuild = () => this.rebuild();
-    const switches = chartSwitches(
-      this.options,
-      { smoothing: this.smoothing, smooth: this.actions.smooth, rebuild },
-    );
-    this.element.append(
-      el(
-        "section",
-        { id: "loss" },
-        el("h2", { class: "sr-only" }, "Loss or reward"),
-        el("div", { class: "cards wide" }, cards),
-        switches,
-      ),
-    );
   }
 
   addTexts() {

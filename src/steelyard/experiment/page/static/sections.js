@@ -20,7 +20,9 @@ export const GROUPS = {
   other: ["Other metrics", false],
 };
 
-export const axisTitle = ({ y, unit }) => (unit ? `${y} (${unit})` : y);
+const MAIN_HEIGHT = 220;
+
+const axisTitle = ({ y, unit }) => (unit ? `${y} (${unit})` : y);
 
 // Lines of a chart of one run; of all its metrics, or of those in `keys`.
 export function linesOf({ curves: labels, colors, dashed }, curves, keys = Object.keys(labels)) {
@@ -37,7 +39,6 @@ export class Sections {
     this.element = element;
     this.options = options;
     this.parts = []; // charts, heat maps and interval plots
-    this.folded = {}; // what the reader has opened or closed, by the id of the section
   }
 
   clear() {
@@ -66,14 +67,16 @@ export class Sections {
 
   // A section whose heading folds it; it is appended to the page.
   foldable(id, title, isOpen, body, opened = () => {}) {
+    const { folded } = this.options;
     const details = el(
       "details",
-      { open: this.folded[id] ?? isOpen },
+      { open: folded[id] ?? isOpen },
       el("summary", {}, el("h2", {}, title)),
       body,
     );
     details.addEventListener("toggle", () => {
-      this.folded[id] = details.open;
+      if (details.open === isOpen) delete folded[id];
+      else folded[id] = details.open;
       if (details.open) opened();
     });
     if (details.open) opened();
@@ -83,11 +86,11 @@ export class Sections {
   }
 
   // Charts of all groups but those that are shown already; `isFolded` closes them all at first.
-  addGroups(charts, linesFor, { skip = [], isFolded = false, heatMap = null }) {
+  addGroups(charts, linesFor, { skip = [], isFolded = false, heatMaps = [] }) {
     for (const [group, [title, isOpen]] of Object.entries(GROUPS)) {
       const inside = charts.filter((chart) => chart.group === group && !skip.includes(chart));
       const cards = inside.map((chart) => this.chart(chart, linesFor(chart)));
-      if (group === "cosines" && heatMap) cards.push(this.keep(heatMap));
+      if (group === "cosines") cards.push(...heatMaps.map((map) => this.keep(map)));
       if (cards.length)
         this.foldable(
           `charts-${group}`,
@@ -98,14 +101,30 @@ export class Sections {
     }
   }
 
+  // The charts that say what came of it, and the switches of all charts. `smooth` is called with
+  // the factor of the moving average.
+  addMainCharts(charts, linesFor, { smoothing, smooth }) {
+    const cards = charts.map((chart) => this.chart(chart, linesFor(chart), MAIN_HEIGHT));
+    const rebuild = () => this.rebuild();
+    this.element.append(
+      el(
+        "section",
+        { id: "loss" },
+        el("h2", { class: "sr-only" }, "Loss or reward"),
+        cards.length ? el("div", { class: "cards wide" }, cards) : null,
+        chartSwitches(this.options, { smoothing, smooth, rebuild }),
+      ),
+    );
+  }
+
   chart(chart, lines, height) {
     const figure = { title: chart.title, y: axisTitle(chart), note: chart.note, height, lines };
     return this.keep(new LineChart(figure, this.options));
   }
 }
 
-// The switches of all charts over steps; `smooth` is called when the slider rests.
-export function chartSwitches(options, { smoothing, smooth, rebuild }) {
+// `smooth` is called when the slider rests.
+function chartSwitches(options, { smoothing, smooth, rebuild }) {
   const shown = el("output", {}, smoothing);
   const slider = el("input", {
     id: "smoothing",
