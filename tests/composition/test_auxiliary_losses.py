@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -104,6 +105,19 @@ def test_each_pass_starts_from_nothing() -> None:
     assert torch.equal(loss(logits=logits, labels=labels), first)
     with pytest.raises(InputError, match=r"'router' reads the input 'aux.router', .* is not there"):
         loss(logits=logits, labels=labels)  # what was left is used once
+
+
+def test_a_copy_of_model_and_composite_collects_by_itself() -> None:
+    model, (x, labels) = Deep(), batch()
+    loss = CompositeLoss(cross_entropy, aux={"router": 0.1, "size": 0.5})
+    loss.watch(model)
+    logits = model(x)  # what it leaves holds a graph, which cannot be copied
+    other, copied = deepcopy((model, loss))
+    with pytest.raises(InputError, match=r"'aux\.router', .* is not there"):
+        copied(logits=logits, labels=labels)
+    total = copied(logits=other(x), labels=labels)
+    torch.testing.assert_close(total, by_hand(other, x, labels, 0.1, 0.5))
+    torch.testing.assert_close(loss(logits=logits, labels=labels), total)
 
 
 def test_deposits_may_be_passed_by_hand() -> None:

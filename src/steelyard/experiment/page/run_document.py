@@ -70,24 +70,24 @@ _REWARDS = (
 
 
 def summary_document(
-    run: LoadedRun, found: RunStatistics, *, series: RunSeries, baseline: str | None = None
+    run: LoadedRun, stats: RunStatistics, *, series: RunSeries, baseline: str | None = None
 ) -> Document:
     """Everything about a run but its curves.
 
     Args:
         run: the run.
-        found: its statistics.
+        stats: its statistics.
         series: its curves, for the sparklines.
         baseline: sentence on the run with and without its terms, if there is a baseline.
     """
     document = {
-        "headline": headline(run, found, baseline),
-        "sentences": [*summarize(found), *run_history(run.folder)],
-        "facts": facts([run], [found]),
-        "findings": [finding.to_dict() for finding in _in_order(found.findings)],
-        "terms": [term_row(run, found, term, series) for term in (found.base, *found.terms)],
+        "headline": headline(run, stats, baseline),
+        "sentences": [*summarize(stats), *run_history(run.folder)],
+        "facts": facts([run], [stats]),
+        "findings": [finding.to_dict() for finding in _in_order(stats.findings)],
+        "terms": [term_row(run, stats, term, series) for term in (stats.base, *stats.terms)],
         "terms_caption": _TERMS,
-        "rewards": [_reward_row(found, reward, series) for reward in _rewards(found)],
+        "rewards": [_reward_row(stats, reward, series) for reward in _rewards(stats)],
         "rewards_caption": _REWARDS,
         "changes": changes(run.folder, run),
         "failure": failure(run.failure),
@@ -145,7 +145,7 @@ def curves_document(
     }
 
 
-def facts(runs: Sequence[LoadedRun], found: Sequence[RunStatistics]) -> list[str]:
+def facts(runs: Sequence[LoadedRun], stats: Sequence[RunStatistics]) -> list[str]:
     """Model, backend, number of terms and date of the runs; where they differ, all values."""
     texts = []
     models = [run.config.get("model") or {} for run in runs]
@@ -157,7 +157,7 @@ def facts(runs: Sequence[LoadedRun], found: Sequence[RunStatistics]) -> list[str
         elif values:
             joined = ", ".join(values)
             texts.append(joined if key == "base_model" else f"{key} {joined}")
-    texts.append(_count([len(statistics.terms) for statistics in found], "regularizer"))
+    texts.append(_count([len(statistics.terms) for statistics in stats], "regularizer"))
     if any(run.rewards for run in runs):
         texts.append(_count([len(run.rewards) for run in runs], "reward"))
     times = [time for run in runs for time in run.series("time")[1] if math.isfinite(time)]
@@ -184,7 +184,7 @@ def _in_order(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def term_row(
-    run: LoadedRun, found: RunStatistics, term: TermStatistics, series: RunSeries
+    run: LoadedRun, stats: RunStatistics, term: TermStatistics, series: RunSeries
 ) -> Document:
     """Row of the table of terms; of the base loss too."""
     is_base = term.name == BASE
@@ -216,7 +216,7 @@ def term_row(
             "seconds": seconds(term.seconds),
             "factor": number(term.factor),
             "space": format_space(term.space),
-            "steps": f"{term.steps} of {found.steps}",
+            "steps": f"{term.steps} of {stats.steps}",
         },
         "finding": _worst(term.findings),
         "findings": [finding.to_dict() for finding in term.findings],
@@ -225,13 +225,13 @@ def term_row(
     }
 
 
-def _reward_row(found: RunStatistics, reward: RewardStatistics, series: RunSeries) -> Document:
+def _reward_row(stats: RunStatistics, reward: RewardStatistics, series: RunSeries) -> Document:
     prefix = f"rewards/{reward.name}"
-    own = worst_first(f for f in found.findings if f.subject == prefix and f.ended is None)
+    own = worst_first(f for f in stats.findings if f.subject == prefix and f.ended is None)
     return {
         "name": reward.name,
         "label": reward.name,
-        "color": len(found.terms) + [each.name for each in _rewards(found)].index(reward.name),
+        "color": len(stats.terms) + [each.name for each in _rewards(stats)].index(reward.name),
         "kind": "reward",
         "spark": _spark(series, f"{prefix}/mean"),
         "value": _moved(reward.mean),
@@ -257,8 +257,8 @@ def _reward_row(found: RunStatistics, reward: RewardStatistics, series: RunSerie
     }
 
 
-def _rewards(found: RunStatistics) -> Sequence[RewardStatistics]:
-    return () if found.rollouts is None else found.rollouts.rewards
+def _rewards(stats: RunStatistics) -> Sequence[RewardStatistics]:
+    return () if stats.rollouts is None else stats.rollouts.rewards
 
 
 def _worst(findings: Sequence[Finding]) -> Document | None:
@@ -370,12 +370,12 @@ def failure(row: Mapping[str, Any] | None) -> Document | None:
 
 def _constants(series: RunSeries) -> list[str]:
     """Metrics that had the same value at every step, of which there were two or more."""
-    found = []
+    constant = []
     for key in series.keys:
         _, values = series.column(key)
         if len(values) >= _MANY and np.isfinite(values[0]) and bool((values == values[0]).all()):
-            found.append(key)
-    return found
+            constant.append(key)
+    return constant
 
 
 def _label(key: str) -> str:

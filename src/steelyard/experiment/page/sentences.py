@@ -33,70 +33,70 @@ _MEANS = (
 )
 
 
-def headline(run: LoadedRun, found: RunStatistics, baseline: str | None = None) -> str:
+def headline(run: LoadedRun, stats: RunStatistics, baseline: str | None = None) -> str:
     """The one sentence about a run: its result, with and without its terms if that is known.
 
     Args:
         run: the run.
-        found: its statistics.
+        stats: its statistics.
         baseline: sentence on the run with and without its terms.
     """
     if run.failure is not None and run.failure.get("failed"):
         reason = short_reason(str(run.failure.get("failed/reason", ""))).rstrip(".")
-        return f"{_progress(found)}: failed with {run.failure['failed']}, {reason}."
+        return f"{_progress(stats)}: failed with {run.failure['failed']}, {reason}."
     if baseline is not None:
-        return f"{_progress(found)}. {baseline}"
-    if found.rollouts is not None:
-        results = [("the reward", found.rollouts.total), ("held-out", found.rollouts.held_out)]
-        if found.rollouts.total is None:
-            results = [(f"“{r.name}”", r.mean) for r in found.rollouts.rewards][:_MAX_RESULTS]
+        return f"{_progress(stats)}. {baseline}"
+    if stats.rollouts is not None:
+        results = [("the reward", stats.rollouts.total), ("held-out", stats.rollouts.held_out)]
+        if stats.rollouts.total is None:
+            results = [(f"“{r.name}”", r.mean) for r in stats.rollouts.rewards][:_MAX_RESULTS]
     else:
-        per_token = found.per_token or found.base.value
-        name = "the base loss per token" if found.per_token else "the base loss"
-        results = [(name, per_token), ("held-out", found.held_out)]
+        per_token = stats.per_token or stats.base.value
+        name = "the base loss per token" if stats.per_token else "the base loss"
+        results = [(name, per_token), ("held-out", stats.held_out)]
     moved = [f"{name} {_moved(change)}" for name, change in results if change is not None]
-    return f"{_progress(found)}{': ' if moved else ''}{', '.join(moved)}."
+    return f"{_progress(stats)}{': ' if moved else ''}{', '.join(moved)}."
 
 
-def summarize(found: RunStatistics) -> list[str]:
+def summarize(stats: RunStatistics) -> list[str]:
     """Sentences about one run beside its headline: losses or rewards, and skipped terms."""
-    sentences = _losses(found) if found.rollouts is None else _rewards(found.rollouts)
-    if not found.terms:
+    sentences = _losses(stats) if stats.rollouts is None else _rewards(stats.rollouts)
+    if not stats.terms:
         return [*sentences, "There were no regularizers."]
-    for term in found.skipping:
+    for term in stats.skipping:
         reasons = skip_reasons(term)
         end = "" if reasons.endswith("…") else "."
-        steps = f"{skip_count(term)} of {found.steps} steps"
+        steps = f"{skip_count(term)} of {stats.steps} steps"
         sentences.append(f"“{term.name}” was skipped at {steps}: {reasons}{end}")
     sentences += [
         f"“{term.name}” went {format_change(term.value)}, with a bound of {number(term.bound)}: it "
         f"was beyond it{' by more than 5 %' if term.bound else ''} at {term.unmet} of {term.steps} "
         f"steps."
-        for term in found.bounded
+        for term in stats.bounded
     ]
-    if not found.tracked:
+    if not stats.tracked:
         return [*sentences, "Gradient norms were not tracked: shares and cosines are unknown."]
-    if found.tracked < found.steps:
+    if stats.tracked < stats.steps:
         sentences.append(
-            f"Gradient norms were tracked at {found.tracked} of {found.steps} steps, and shares "
+            f"Gradient norms were tracked at {stats.tracked} of {stats.steps} steps, and shares "
             f"and cosines are those of these steps."
         )
-    return [*sentences, *_gradient_sentences(found), *([_MEANS] if found.steps > 1 else [])]
+    return [*sentences, *_gradient_sentences(stats), *([_MEANS] if stats.steps > 1 else [])]
 
 
-def summarize_runs(runs: Sequence[LoadedRun], found: Sequence[RunStatistics]) -> list[str]:
+def summarize_runs(runs: Sequence[LoadedRun], stats: Sequence[RunStatistics]) -> list[str]:
     """Sentences about several runs: how many, and which has the best held-out loss or reward.
 
     Held-out losses are compared only between runs with the same data and base loss, held-out
     rewards only between runs with the same prompts and rewards.
     """
-    steps = sum(each.steps for each in found)
+    steps = sum(each.steps for each in stats)
     sentences = [f"{len(runs)} runs, {steps} steps in all."]
-    rewards = [None if each.rollouts is None else each.rollouts.held_out for each in found]
+    rewards = [None if each.rollouts is None else each.rollouts.held_out for each in stats]
     return [
         *sentences,
-        *_compared(runs, found, [each.held_out for each in found], _LOSSES),
-        *_compared(runs, found, rewards, _REWARDS),
+        *_compared(runs, stats, [each.held_out for each in stats], _LOSSES),
+        *_compared(runs, stats, rewards, _REWARDS),
     ]
 
 
@@ -125,13 +125,13 @@ _REWARDS = _Compared(
 
 def _compared(
     runs: Sequence[LoadedRun],
-    found: Sequence[RunStatistics],
+    stats: Sequence[RunStatistics],
     changes: Sequence[Change | None],
     quantity: _Compared,
 ) -> list[str]:
     measured = [
         (run, change.last, each.steps)
-        for run, each, change in zip(runs, found, changes, strict=True)
+        for run, each, change in zip(runs, stats, changes, strict=True)
         if change is not None
     ]
     if len(measured) < 2:  # noqa: PLR2004 - one run has nothing to be compared with
@@ -159,79 +159,79 @@ def _compared(
     return [f"The held-out {quantity.name} ends {ends}."]
 
 
-def _progress(found: RunStatistics) -> str:
-    steps = f"{found.steps} step{'s' if found.steps != 1 else ''}"
-    if found.planned is not None and found.planned > found.steps:
-        steps = f"{found.steps} of {found.planned} steps"
-    time = "" if found.seconds is None else f" in {seconds(found.seconds)}"
+def _progress(stats: RunStatistics) -> str:
+    steps = f"{stats.steps} step{'s' if stats.steps != 1 else ''}"
+    if stats.planned is not None and stats.planned > stats.steps:
+        steps = f"{stats.steps} of {stats.planned} steps"
+    time = "" if stats.seconds is None else f" in {seconds(stats.seconds)}"
     return f"{steps}{time}"
 
 
-def _losses(found: RunStatistics) -> list[str]:
+def _losses(stats: RunStatistics) -> list[str]:
     """Sentence about the total loss where it is comparable."""
     sentences: list[str] = []
-    if not found.terms:
+    if not stats.terms:
         return sentences
-    if found.loss is None:
+    if stats.loss is None:
         sentences.append(
             "The total loss is not compared: its terms or weights changed from step to step."
         )
         return sentences
-    steps = f", over the {found.loss.steps} steps with the same terms and weights,"
-    total = f"The total loss{steps if found.loss.steps < found.steps else ''}"
+    steps = f", over the {stats.loss.steps} steps with the same terms and weights,"
+    total = f"The total loss{steps if stats.loss.steps < stats.steps else ''}"
     tokens = ""
-    if found.tokens is not None and found.tokens[0] < found.tokens[1]:
-        tokens = "; its base is a sum over {:g} to {:g} tokens a batch".format(*found.tokens)
-    return [*sentences, f"{total} {_moved(found.loss)}{tokens}."]
+    if stats.tokens is not None and stats.tokens[0] < stats.tokens[1]:
+        tokens = "; its base is a sum over {:g} to {:g} tokens a batch".format(*stats.tokens)
+    return [*sentences, f"{total} {_moved(stats.loss)}{tokens}."]
 
 
-def _rewards(found: RolloutStatistics) -> list[str]:
+def _rewards(stats: RolloutStatistics) -> list[str]:
     """Sentences about the rewards, the answers that were dropped, and the groups without signal."""
     sentences = []
-    if not found.fixed_weights:
+    if not stats.fixed_weights:
         sentences.append("The weights of the rewards changed, so their sum is not compared.")
-    if found.only_reward is None or len(found.rewards) > 1:
+    if stats.only_reward is None or len(stats.rewards) > 1:
         sentences += [
             f"“{reward.name}” {_moved(reward.mean)}."
-            for reward in found.rewards
+            for reward in stats.rewards
             if reward.mean is not None
         ]
-    sentences += _held_out_rewards(found)
-    sentences.append(_dropped(found))
-    if found.no_signal:
+    sentences += _held_out_rewards(stats)
+    sentences.append(_dropped(stats))
+    if stats.no_signal:
         sentences.append(
-            f"On average {percent(found.no_signal)} of the groups of a step had no signal: their "
+            f"On average {percent(stats.no_signal)} of the groups of a step had no signal: their "
             f"answers had equal rewards, or too few were left to compare."
         )
-    elif found.no_signal is not None:
+    elif stats.no_signal is not None:
         sentences.append("Every group had a signal.")
-    if found.tokens is not None:
-        cut = f"; on average {percent(found.truncated)} were cut at the maximum length"
+    if stats.tokens is not None:
+        cut = f"; on average {percent(stats.truncated)} were cut at the maximum length"
         sentences.append(
-            f"The length of the answers went {format_change(found.tokens)} tokens"
-            f"{cut if found.truncated else ''}."
+            f"The length of the answers went {format_change(stats.tokens)} tokens"
+            f"{cut if stats.truncated else ''}."
         )
     return sentences
 
 
-def _held_out_rewards(found: RolloutStatistics) -> list[str]:
-    if found.held_out is not None:
-        return [f"On held-out prompts the reward went {format_change(found.held_out)}."]
-    measured = [reward for reward in found.rewards if reward.held_out is not None]
-    if found.fixed_weights or not measured:
+def _held_out_rewards(stats: RolloutStatistics) -> list[str]:
+    if stats.held_out is not None:
+        return [f"On held-out prompts the reward went {format_change(stats.held_out)}."]
+    measured = [reward for reward in stats.rewards if reward.held_out is not None]
+    if stats.fixed_weights or not measured:
         return []
     changes = join_names(f"“{each.name}” {format_change(each.held_out)}" for each in measured)
     return [f"On held-out prompts the rewards went: {changes}."]
 
 
-def _dropped(found: RolloutStatistics) -> str:
-    if not found.dropped:
+def _dropped(stats: RolloutStatistics) -> str:
+    if not stats.dropped:
         return "No answer was dropped."
-    of = f" of {found.answers}" if found.answers else ""
-    were = "answer was" if found.dropped == 1 and not of else "answers were"
-    reasons = list_reasons(found.reasons) if found.reasons else ""
+    of = f" of {stats.answers}" if stats.answers else ""
+    were = "answer was" if stats.dropped == 1 and not of else "answers were"
+    reasons = list_reasons(stats.reasons) if stats.reasons else ""
     why = f": {reasons}" if reasons else ""
-    return f"{found.dropped}{of} {were} dropped{why}{'' if why.endswith('…') else '.'}"
+    return f"{stats.dropped}{of} {were} dropped{why}{'' if why.endswith('…') else '.'}"
 
 
 def _moved(change: Change) -> str:
@@ -243,22 +243,22 @@ def _moved(change: Change) -> str:
     return moved if relative is None else f"{moved} ({percent(relative, signed=True)})"
 
 
-def finding_sentences(found: RunStatistics) -> list[str]:
+def finding_sentences(stats: RunStatistics) -> list[str]:
     """Sentences of the doctor about the last step; what is information alone is in the table."""
-    serious = [finding for finding in found.lasting if finding.severity != "information"]
+    serious = [finding for finding in stats.lasting if finding.severity != "information"]
     if not serious:
         return ["The doctor has nothing to warn of."]
     return [f"{finding.severity.capitalize()}: {finding.text}" for finding in serious]
 
 
-def _gradient_sentences(found: RunStatistics) -> list[str]:
+def _gradient_sentences(stats: RunStatistics) -> list[str]:
     sentences = []
-    if found.aggregated:
+    if stats.aggregated:
         sentences.append(
             "Norms, shares and cosines are those of the weighted gradients, before the factors of "
             "the aggregator."
         )
-    elsewhere = [term for term in found.terms if term.space not in (None, found.base.space)]
+    elsewhere = [term for term in stats.terms if term.space not in (None, stats.base.space)]
     sentences += [
         f"The gradient of “{term.name}” is with respect to the {format_space(term.space)} and "
         f"not comparable with that of the base loss."
