@@ -352,6 +352,49 @@ def test_a_result_that_somebody_has_changed_holds_no_runs(folder: Path) -> None:
         assert ablate(config, folder / "a").done
 
 
+def test_other_configs_are_trained_and_compared_with_the_run_with_all_terms(folder: Path) -> None:
+    config = without_learning_rate(small_config(folder, "train.steps=1"))
+    longer = config.model_copy(
+        update={"train": config.train.model_copy(update={"steps": 3, "seed": 7})}
+    )
+    recorder = Recorder()
+    found = ablate(
+        config, folder / "a", seeds=2, baseline=True, others={"longer": longer}, watch=recorder
+    )
+    assert found.done
+    assert list(found.runs) == ["all", "none", "longer"]
+    assert [each for each in recorder.messages if each.startswith("run ")] == [
+        "run 1 of 6: all", "run 2 of 6: none", "run 3 of 6: longer",
+        "run 4 of 6: all, seed 1", "run 5 of 6: none, seed 1", "run 6 of 6: longer, seed 1",
+    ]  # fmt: skip
+    assert recorder.counts == [(step, 10) for step in range(10)]
+    for seed, runs in found.seeds.items():
+        runs_of_seed = [RunFolder(folder / "a" / path).config() for path in runs.values()]
+        assert [run.train.steps for run in runs_of_seed] == [1, 1, 3]
+        assert {run.train.seed for run in runs_of_seed} == {seed}
+        assert {run.train.learning_rate for run in runs_of_seed} == {0.0074}
+    rows = {(row["run"], row["seed"]): row["held_out/loss"] for row in found.table}
+    difference = found.effects["longer"]["held-out loss"].difference
+    assert difference is not None
+    assert difference.mean == pytest.approx(
+        sum(rows["longer", seed] - rows["all", seed] for seed in (0, 1)) / 2
+    )
+    written = json.loads((folder / "a" / "ablation.json").read_text())
+    assert written["runs"] == found.runs
+    with pytest.raises(RunError, match="such as 'longer' with seed 0, whose results would be lost"):
+        ablate(config, folder / "a", seeds=2, baseline=True)
+
+
+def test_another_config_cannot_have_the_label_of_a_variant(folder: Path) -> None:
+    config = small_config(folder)
+    with pytest.raises(ConfigError) as error:
+        ablate(config, folder / "a", others={"none": config})
+    assert str(error.value) == (
+        "others must have labels that are not those of the ablation's own runs, got 'none': choose "
+        "another"
+    )
+
+
 def test_a_baseline_needs_a_term(folder: Path) -> None:
     config = small_config(folder, regularizers=[{**L2, "enabled": False}])
     with pytest.raises(ConfigError, match="must have an enabled entry for a comparison with"):

@@ -18,6 +18,7 @@ from steelyard.experiment.compare.runs import (
     run_together,
     seed_folder,
     seeded_configs,
+    with_seed,
 )
 from steelyard.experiment.compare.statistics import (
     LOSS,
@@ -117,6 +118,18 @@ def _with_and_without(configs: Mapping[str, Config]) -> dict[str, Config]:
     return {label: configs[label] for label in (WITH_TERMS, WITHOUT_TERMS)}
 
 
+def _with_others(
+    configs: Mapping[str, Config], others: Mapping[str, Config], seed: int
+) -> dict[str, Config]:
+    both = sorted(configs.keys() & others)
+    if both:
+        raise ConfigError(
+            f"others must have labels that are not those of the ablation's own runs, got "
+            f"{both[0]!r}: choose another"
+        )
+    return {**configs, **{label: with_seed(other, seed) for label, other in others.items()}}
+
+
 def _without(config: Config, table: str, left_out: Collection[int]) -> Config:
     """Config with some entries of a table disabled: they are measured, but not trained on."""
     entries = [
@@ -136,6 +149,7 @@ def ablate(
     stop: Callable[[], bool] = lambda: False,
     ray: RayCluster | None = None,
     baseline: bool = False,
+    others: Mapping[str, Config] | None = None,
 ) -> Ablation:
     """Train every variant of the config that has not finished yet, and compare the results.
 
@@ -151,10 +165,13 @@ def ablate(
         stop: called before each step; when it returns True the runs save a checkpoint and end.
         ray: cluster to train the runs on; None: this machine.
         baseline: train the variants `all` and `none` alone: the config with its terms, and without.
+        others: further configs to train and compare, by label, such as the same with other data;
+            with the held-out data and the seed of `config`, for the numbers to compare.
 
     Raises:
         ConfigError: the config names a model, term or file that does not exist, the number of
-            seeds is not a whole number >= 1, or there is no enabled term to compare with none.
+            seeds is not a whole number >= 1, there is no enabled term to compare with none, or one
+            of the others has the label of a variant.
         RunError: the folder is in use, or holds runs of another config, or a comparison of more
             runs than this one; or the cluster cannot be reached, or has no node for a run.
     """
@@ -163,13 +180,15 @@ def ablate(
     given, config = config, with_learning_rate(config)
     if config is not given:
         watch.say(describe_default(config))
+    further = {label: with_learning_rate(other) for label, other in (others or {}).items()}
     with parent.locked():
         runs: list[_Run] = []
         # Seed by seed, so that an interrupted ablation has pairs to compare.
-        for seed, with_seed in seeded_configs(config, seeds).items():
-            configs = variants(with_seed)
+        for seed, seeded in seeded_configs(config, seeds).items():
+            configs = variants(seeded)
             if baseline:
                 configs = _with_and_without(configs)
+            configs = _with_others(configs, further, seed)
             of_seed = seed_folder(parent.path, config, seed)
             names = zip(configs.items(), _folder_names(configs), strict=True)
             runs += [_Run(label, seed, of_seed / name, variant) for (label, variant), name in names]
@@ -230,11 +249,11 @@ def _train_unfinished(
     folder: Path,
     ray: RayCluster | None,
 ) -> None:
-    steps = runs[0].config.train.steps
     unfinished = {run.path: run for run in runs if RunFolder(run.path).result() is None}
     first = runs[0].seed
-    done = {_name(run, first): steps for run in runs if run.path not in unfinished}
-    progress = OverallProgress(watch, steps * len(runs), done)
+    steps = {run.path: run.config.train.steps for run in runs}
+    done = {_name(run, first): steps[run.path] for run in runs if run.path not in unfinished}
+    progress = OverallProgress(watch, sum(steps.values()), done)
 
     def begin(path: Path) -> Watcher:
         run = unfinished[path]

@@ -39,7 +39,7 @@ def seeded_configs(config: Config, seeds: int) -> dict[int, Config]:
     if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 1:
         raise ConfigError(f"seeds must be a whole number >= 1, got {seeds!r}.")
     first = config.train.seed
-    return {seed: _with_seed(config, seed) for seed in range(first, first + seeds)}
+    return {seed: with_seed(config, seed) for seed in range(first, first + seeds)}
 
 
 def seed_folder(parent: Path, config: Config, seed: int) -> Path:
@@ -47,7 +47,8 @@ def seed_folder(parent: Path, config: Config, seed: int) -> Path:
     return parent if seed == config.train.seed else parent / f"seed-{seed}"
 
 
-def _with_seed(config: Config, seed: int) -> Config:
+def with_seed(config: Config, seed: int) -> Config:
+    """Config with another `train.seed`, measured on the same held-out lines and tasks."""
     if seed == config.train.seed:
         return config
     train = config.train.model_copy(update={"seed": seed})
