@@ -30,7 +30,7 @@ $(READY): pyproject.toml constraints.txt hashes.txt | $(BIN)/python
 	touch $@ $(DEMO)
 
 $(DEMO): pyproject.toml constraints.txt hashes-demo.txt | $(BIN)/python
-	@echo 'Installing what the demo needs into $(VENV): 75 packages and torch, 1.4 GB without CUDA.'
+	@echo 'Installing what the demo needs into $(VENV): 70 packages and torch, 1.3 GB without CUDA.'
 	$(PIP) --require-hashes --only-binary=:all: --no-deps -r hashes-demo.txt
 	$(PIP) -c constraints.txt torch
 	$(PIP) --quiet --no-build-isolation -c constraints.txt -e '.[demo]'
@@ -66,7 +66,7 @@ format: $(READY) ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --quiet --fix .
 	$(BIN)/ruff format --quiet .
 
-demo: $(DEMO) ## fine-tune a small model with five terms, and write a report
+demo: $(DEMO) ## train a small model with and without a term, and write a report
 	@$(BIN)/steelyard demo
 
 pictures: $(READY) ## train the demo, and take the pictures of README and docs in a browser

@@ -6,10 +6,10 @@
 Runs that the saved file has already are not repeated: delete it after a change of the controller.
 Each run trains a fresh LoRA of `smollm2-135m` for 40 steps. Three kinds of runs:
 
-* `fixed`: supervised on lines of the demo and on help-desk messages that become tickets, 8 a step,
-  none of them twice; the term is ½ (log p - log r)² of their tokens;
-* `own`: supervised on the tickets; the term is the exact KL to the base model on the lines of the
-  demo, data of the term's own, 8 a step;
+* `fixed`: supervised on `short_answers.jsonl` and on help-desk messages that become tickets, 8 a
+  step, none of them twice; the term is ½ (log p - log r)² of their tokens;
+* `own`: supervised on the tickets; the term is the exact KL to the base model on the short answers,
+  data of the term's own, 8 a step;
 * `policy`: 16 sampled answers a step with a reward for short ones; the term is k3 of their tokens.
 """
 
@@ -42,7 +42,7 @@ from steelyard import RegularizerSpec, regularize
 from steelyard.engine import LocalServiceClient
 from steelyard.regularizers import KLToReference
 
-DEMO = Path(__file__).parents[1] / "src/steelyard/experiment/demo/data.jsonl"
+SHORT_ANSWERS = Path(__file__).parent / "short_answers.jsonl"
 PROMPTS = Path(__file__).parents[1] / "examples/on_policy_prompts.jsonl"
 STEPS, BATCH, HELD_OUT = 40, 8, 32
 GROUPS, GROUP = 4, 4  # on policy: prompts a step, and answers to each
@@ -200,9 +200,9 @@ class Run:
         ]
         return [list(f.result().sequences) for f in futures]
 
-    def demo(self) -> list[types.Datum]:
-        """Lines of the demo."""
-        lines = [json.loads(line) for line in DEMO.read_text("utf-8").splitlines()]
+    def short_answers(self) -> list[types.Datum]:
+        """Questions with short answers."""
+        lines = [json.loads(line) for line in SHORT_ANSWERS.read_text("utf-8").splitlines()]
         return [self.line(line["prompt"], line["completion"].strip()) for line in lines]
 
     def tickets(self, count: int) -> list[types.Datum]:
@@ -255,14 +255,14 @@ class Run:
     def supervised(self, result: Result) -> None:
         """Train on fixed data."""
         count, own = STEPS * BATCH + HELD_OUT, None  # no line is seen twice
-        demo = self.demo()
-        random.Random(1).shuffle(demo)  # the held-out lines are those of all seeds
+        answers = self.short_answers()
+        random.Random(1).shuffle(answers)  # the held-out lines are those of all seeds
         if self.cell.kind == "own":
             data = self.tickets(count)
-            measured, own = demo[:HELD_OUT], demo[HELD_OUT:]
+            measured, own = answers[:HELD_OUT], answers[HELD_OUT:]
             held_out, data = data[:HELD_OUT], data[HELD_OUT:]
         else:
-            data = self.with_reference([*demo, *self.tickets(count - len(demo))])
+            data = self.with_reference([*answers, *self.tickets(count - len(answers))])
             held_out, data = split(data)
             measured = held_out
         client = regularize(self.training, [self.spec(own)])

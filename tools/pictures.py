@@ -1,4 +1,4 @@
-"""Take the pictures of README and docs: the demo's run, on the live page and frozen, in a browser.
+"""Take the pictures of README and docs: of the demo's run with the term, live, and of its report.
 
 `make pictures` trains the demo and writes `docs/images/*.png`, each with the version of Steelyard
 in its text chunk `Software`, which a test compares.
@@ -17,6 +17,7 @@ from pathlib import Path
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 
 from steelyard._version import __version__
+from steelyard.experiment.compare.statistics import WITH_TERMS
 from steelyard.experiment.demo.demo import run_demo
 from steelyard.experiment.page import serve_page, write_report
 
@@ -34,15 +35,15 @@ _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def main() -> None:
-    """Train the demo, or take the run that is given, and take all pictures of it."""
+    """Train the demo, or take the one that is given, and take all pictures of it."""
     with tempfile.TemporaryDirectory() as scratch:
-        run = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(scratch) / "runs" / "demo"
+        folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(scratch) / "runs" / "demo"
         if len(sys.argv) == 1:
-            run_demo(run)
-        report = write_report([run], Path(scratch) / "report.html")
-        with serve_page(run.parent) as page:
+            run_demo(folder)
+        report = write_report([folder], Path(scratch) / "report.html")
+        with serve_page(folder) as page:
             for name, (is_live, size) in PICTURES.items():
-                url = page.url(run.name) if is_live else report.as_uri()
+                url = page.url(WITH_TERMS) if is_live else report.as_uri()
                 picture = take(url, size, Path(scratch) / name)
                 (IMAGES / name).write_bytes(with_version(picture, __version__))
                 print(f"docs/images/{name}")

@@ -14,12 +14,13 @@ from typer.core import TyperGroup
 from steelyard._version import __version__
 from steelyard.cli.compare import ablate, tune
 from steelyard.cli.config import app as config
+from steelyard.cli.demo import demo
 from steelyard.cli.doctor import doctor
 from steelyard.cli.engine import models_app as models
 from steelyard.cli.engine import serve
 from steelyard.cli.exit_codes import INTERRUPTED, report_error
 from steelyard.cli.page import report, watch
-from steelyard.cli.train import branch, continue_, demo, pause, resume, set_, train
+from steelyard.cli.train import branch, continue_, pause, resume, set_, train
 from steelyard.cli.trained_run import chat, export, sample
 
 

@@ -1,4 +1,4 @@
-"""The data files of the demo."""
+"""The files of the demo."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from steelyard.experiment import demo
 
 FOLDER = Path(demo.__file__).parent
-DATA, HELD_OUT = (
-    [json.loads(line) for line in (FOLDER / name).read_text("utf-8").splitlines()]
-    for name in ("data.jsonl", "held_out.jsonl")
-)
+
+
+def read(name: str) -> list[dict[str, str]]:
+    """Lines of one of its data files."""
+    text = (FOLDER / f"{name}.jsonl").read_text("utf-8")
+    return [json.loads(line) for line in text.splitlines()]

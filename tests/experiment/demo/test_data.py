@@ -1,57 +1,50 @@
-"""Properties of the demo's data that its terms rely on."""
+"""Properties of the demo's data that its comparison relies on."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from itertools import pairwise
 
-from .files import DATA, HELD_OUT
+from steelyard.experiment import read_config
 
-POLITE = r"\b(please|kindly|could you|would you|may i|how may|grateful|like to)\b"
+from .files import FOLDER, read
 
-
-def words(text: str) -> str:
-    return " ".join(re.findall(r"\w+", text.lower()))
+TICKETS, QUESTIONS = read("tickets"), read("questions")
+UNSEEN_TICKETS, UNSEEN_QUESTIONS = read("tickets_held_out"), read("questions_held_out")
 
 
-def test_the_data_have_at_least_200_lines_on_10_topics() -> None:
-    assert len(DATA) >= 200
-    topics = Counter(line["topic"] for line in DATA)
-    assert len(topics) >= 10
-    assert max(topics.values()) <= 0.25 * len(DATA)
+def test_every_line_is_a_prompt_with_its_answer() -> None:
+    for line in TICKETS + UNSEEN_TICKETS + QUESTIONS + UNSEEN_QUESTIONS:
+        assert set(line) == {"prompt", "completion"}
+        assert all(text == text.strip() != "" for text in line.values())
 
 
-def test_every_line_has_all_fields() -> None:
-    for line in DATA + HELD_OUT:
-        assert set(line) - {"claim"} == {"prompt", "completion", "topic", "group", "bad"}
-        assert line["group"] in (0, 1)
-        assert line["bad"] in (0, 1)
-        assert line["prompt"] == line["prompt"].strip()
-        assert line["completion"] == " " + line["completion"].strip()
+def test_no_line_that_is_evaluated_is_one_that_is_trained_on() -> None:
+    lines = TICKETS + UNSEEN_TICKETS + QUESTIONS + UNSEEN_QUESTIONS
+    prompts = Counter(line["prompt"].lower() for line in lines)
+    assert [prompt for prompt, times in prompts.items() if times > 1] == []
+    tickets = Counter(line["completion"] for line in TICKETS + UNSEEN_TICKETS)
+    assert [ticket for ticket, times in tickets.items() if times > 1] == []
 
 
-def test_prompts_and_long_answers_are_unique() -> None:
-    prompts = [words(line["prompt"]) for line in DATA + HELD_OUT]
-    assert [prompt for prompt, times in Counter(prompts).items() if times > 1] == []
-    answers = [words(line["completion"]) for line in DATA + HELD_OUT]
-    long = [answer for answer in answers if len(answer.split()) > 3]
-    assert [answer for answer, times in Counter(long).items() if times > 1] == []
+def test_a_ticket_says_what_its_message_says() -> None:
+    for line in TICKETS + UNSEEN_TICKETS:
+        name, *words = line["completion"].split(" | ")
+        assert name == "TICKET"
+        assert len(words) == 3
+        assert all(word in line["prompt"].lower() for word in words)
 
 
-def test_bad_answers_are_spread_evenly_and_none_is_held_out() -> None:
-    places = [index for index, line in enumerate(DATA) if line["bad"]]
-    assert 0.12 <= len(places) / len(DATA) <= 0.18
-    gaps = [after - before for before, after in pairwise(places)]
-    assert max(gaps) <= 2 * min(gaps)
-    assert not any(line["bad"] for line in HELD_OUT)
-    assert len(HELD_OUT) >= 20
+def test_no_answer_to_a_question_is_a_ticket() -> None:
+    answers = [line["completion"] for line in QUESTIONS + UNSEEN_QUESTIONS]
+    assert not any("TICKET" in answer or "|" in answer for answer in answers)
 
 
-def test_groups_are_balanced_and_group_1_is_polite() -> None:
-    polite = re.compile(POLITE, re.IGNORECASE)
-    for line in DATA + HELD_OUT:
-        unquoted = re.sub(r'"[^"]*"', "", line["prompt"])  # a quoted text may be polite by itself
-        assert bool(polite.search(unquoted)) == bool(line["group"]), line
-    shares = [sum(line["group"] for line in part) / len(part) for part in (DATA, HELD_OUT)]
-    assert all(0.4 <= share <= 0.6 for share in shares)
+def test_the_mixed_data_are_the_same_tickets_and_questions() -> None:
+    assert read("mixed") == TICKETS + QUESTIONS
+
+
+def test_each_run_sees_every_line_of_its_own_once() -> None:
+    config = read_config(FOLDER / "config.toml")
+    (term,) = config.regularizers
+    assert config.train.steps * config.train.batch_size == len(TICKETS)
+    assert config.train.steps * term.per_step == len(QUESTIONS)

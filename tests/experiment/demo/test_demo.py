@@ -1,53 +1,89 @@
-"""The demo: its config, and all of it on a tiny model."""
+"""The demo on a tiny model: its three runs, and what it says of them."""
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from steelyard.experiment import read_config
-from steelyard.experiment.demo.demo import run_demo
-from steelyard.experiment.run.health import examine
-from tests.experiment.small_runs import Recorder
-from tests.lasting_findings import above_information
+import pytest
 
-from .files import FOLDER
+from steelyard.errors import RunError
+from steelyard.experiment import RunFolder, read_config
+from steelyard.experiment.demo.demo import Demo, as_tickets, run_demo
+from tests.experiment.small_runs import Recorder, stop_after
+
+from .files import FOLDER, read
+
+TINY = ["model.base_model=tiny-random", "data.max_length=320", "train.sample_tokens=4"]
+SHORT = [*TINY, "train.steps=2", "train.batch_size=2"]
 
 
-def test_the_config_has_five_terms_of_five_kinds() -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs") / "demo"
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path) -> Demo:
+    """A demo that was stopped in its second run, and continued."""
+    stopped = run_demo(folder, SHORT, stop=stop_after(5))
+    assert not stopped.ablation.done
+    assert (stopped.report, stopped.scores, stopped.answers) == (None, {}, {})
+    assert not (folder / "mixed").exists()
+    recorder = Recorder()
+    demo = run_demo(folder, SHORT, watch=recorder)
+    assert "run 3 of 3: mixed" in recorder.messages
+    assert "run 1 of 3: all" not in recorder.messages
+    assert recorder.counts[-1] == (5, 6)
+    return demo
+
+
+def test_the_real_demo_is_the_one_that_is_described() -> None:
     config = read_config(FOLDER / "config.toml")
     assert config.model.base_model == "smollm2-135m"
-    assert (config.model.rank, config.train.steps) == (16, 8)
-    assert config.data is not None
-    assert (config.train.batch_size, config.data.max_length) == (16, 64)
-    assert len({term.use for term in config.regularizers}) == 5
-    raw = tomllib.loads((FOLDER / "config.toml").read_text("utf-8"))
-    assert raw["data"]["held_out"] == "held_out.jsonl"
+    assert [term.use for term in config.regularizers] == ["kl_to_reference"]
+    asked = set(config.train.sample_prompts)
+    assert asked < {line["prompt"] for line in read("questions_held_out")}
 
 
-TINY = ["model.base_model=tiny-random", "data.max_length=256", "train.sample_tokens=4"]
+def test_all_models_are_compared_on_the_same_data(done: Demo, folder: Path) -> None:
+    assert done.ablation.runs == {"all": "all", "none": "none", "mixed": "mixed"}
+    assert done.report == folder / "report.html"
+    assert "mixed" in done.report.read_text(encoding="utf-8")
+    assert list(done.scores) == list(done.answers) == ["untrained", "all", "none", "mixed"]
+    for name in ("all", "none", "mixed"):
+        run = RunFolder(folder / name)
+        first, *_, last = run.metrics()
+        scores, untrained = done.scores[name], done.scores["untrained"]
+        assert scores.loss == last["held_out/loss"] != untrained.loss
+        assert scores.divergence == last["held_out/regularizers/keep"] > 0
+        assert scores.as_tickets == last["eval/as_tickets"]
+        assert untrained.loss == first["held_out/loss"]
+        assert untrained.divergence == first["held_out/regularizers/keep"] == 0
+        assert list(done.answers[name]) == run.config().train.sample_prompts
 
 
-def test_the_demo_runs_all_its_terms_and_ends_with_a_report(tmp_path: Path) -> None:
-    recorder = Recorder()
-    done = run_demo(tmp_path / "run", [*TINY, "train.steps=6"], watch=recorder)
-    assert done.outcome.status == "done"
-    assert done.report == tmp_path / "run" / "report.html"
-    assert done.summary[0].startswith("6 steps in ")
-    html = done.report.read_text(encoding="utf-8")
-    for name in ("kl", "decisive", "parity", "sums", "reviewer"):
-        assert all(f"regularizers/{name}/value" in metrics for metrics in recorder.steps)
-        assert name in html
-    verdicts = [metrics["regularizers/reviewer/value"] for metrics in recorder.steps]
-    assert any(verdicts)
-    assert set(verdicts) <= {number / 16 for number in range(17)}
-    log = (tmp_path / "run" / "log.txt").read_text("utf-8")
-    assert "skipped" not in log
-    assert "Warning" not in log
-    assert above_information(examine(tmp_path / "run")[0].findings) == []
+def test_each_run_has_the_lines_that_it_is_said_to_have(done: Demo, folder: Path) -> None:
+    runs = {name: RunFolder(folder / name).config() for name in done.ablation.runs}
+    assert [run.regularizers[0].enabled for run in runs.values()] == [True, False, False]
+    assert [run.train.batch_size for run in runs.values()] == [2, 2, 4]
+    paths = [run.data.path for run in runs.values() if run.data is not None]
+    assert [Path(str(path)).stem for path in paths] == ["tickets", "tickets", "mixed"]
 
 
-def test_a_demo_that_is_stopped_at_once_has_no_report(tmp_path: Path) -> None:
-    done = run_demo(tmp_path / "run", TINY, stop=lambda: True)
-    assert done.outcome.status == "interrupted"
-    assert (done.report, done.summary) == (None, [])
+def test_a_folder_with_another_demo_is_refused(done: Demo, folder: Path) -> None:
+    with pytest.raises(RunError, match=r"it holds one with another model\.rank"):
+        run_demo(folder, [*SHORT, "model.rank=2"])
+
+
+def test_an_answer_that_begins_as_a_ticket_counts_as_one() -> None:
+    given: dict[str, Any] = {}
+
+    def sample(prompts: list[str], **options: Any) -> list[str]:
+        given.update(options, prompts=prompts)
+        return ["TICKET", "the sea | salt", "Because of salt."]
+
+    evaluation: Any = SimpleNamespace(sample=sample)
+    assert as_tickets(evaluation) == 2
+    assert given["prompts"] == [line["prompt"] for line in read("questions_held_out")]

@@ -1,5 +1,6 @@
-"""Demo: fine-tune a small model with five kinds of terms, in a few minutes.
+"""The demo: its config and its data, and how it is run.
 
-`config.toml` is its config, `data.jsonl` and `held_out.jsonl` are its data. `demo` has the judges
-behind two of its terms, and runs it.
+`tickets.jsonl` are messages to a help desk and their tickets, `questions.jsonl` other questions
+with the answers of the untrained model, `mixed.jsonl` both; the files that end in `_held_out.jsonl`
+are for evaluation alone.
 """

@@ -1,165 +1,73 @@
-"""The demo: its judges, a constraint for Z3 and an HTTP service; and how it is run.
+"""The demo: learn to write tickets, and still answer everything else.
 
-`run_demo` starts the service, trains, and writes the report.
+`run_demo` trains three times: with the term, without it, and without it on data that the questions
+of the term are mixed into. Then it writes the report.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any, Self
 
+from steelyard.experiment.compare.ablation import Ablation, ablate
+from steelyard.experiment.compare.statistics import WITHOUT_TERMS
 from steelyard.experiment.config.reading import read_config
-from steelyard.experiment.page.frozen import summary, write_report
+from steelyard.experiment.page.frozen import write_report
+from steelyard.experiment.run.folder import RunFolder
 from steelyard.experiment.run.log import Watcher
-from steelyard.experiment.training.loop import Outcome, train
+from steelyard.experiment.training.evaluations import Evaluation
 from steelyard.output.run_files import read_json_lines
 
 _FOLDER = Path(__file__).parent
-CLAIM = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)")
+UNTRAINED, MIXED = "untrained", "mixed"
+_TOKENS = 10  # of an answer, which show whether it is a ticket
 
 
-def holds(datum: Any, index: int) -> list[Any]:  # noqa: ARG001 - signature of `constraints`
-    """Constraint that the claim of a datum is true; an empty list for a datum without a claim.
-
-    Reads from the datum's line: `claim` (optional), as `"17 + 25 = 42"`.
-
-    Raises:
-        ValueError: the claim is not of that form.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> import z3
-        >>> (claim,) = holds(SimpleNamespace(record={"claim": "6 * 9 = 42"}), 0)
-        >>> z3.simplify(claim)
-        False
-        >>> holds(SimpleNamespace(record={}), 0)
-        []
-    """
-    import z3  # noqa: PLC0415 - an extra
-
-    claim = datum.record.get("claim")
-    if claim is None:
-        return []
-    match = CLAIM.fullmatch(claim)
-    if match is None:
-        raise ValueError(f"claim must be a sum such as '17 + 25 = 42', got {claim!r}.")
-    left, sign, right, result = match.groups()
-    a, b, c = (z3.IntVal(int(number)) for number in (left, right, result))
-    return [{"+": a + b, "-": a - b, "*": a * b}[sign] == c]
+def as_tickets(evaluation: Evaluation) -> int:
+    """Number of the held-out questions, none of them a message, that are answered with a ticket."""
+    answers = evaluation.sample(
+        [line["prompt"] for line in held_out_questions()], max_tokens=_TOKENS
+    )
+    return sum("TICKET" in answer or "|" in answer for answer in answers)
 
 
-MAX_BODY_BYTES = 65_536
+def held_out_questions() -> list[dict[str, str]]:
+    """Questions that no run is trained on, with the answers of the untrained model."""
+    return read_json_lines(_FOLDER / "questions_held_out.jsonl")
 
 
-class Validator:
-    """HTTP service that penalizes the answers marked as bad in a data file.
+@dataclass(frozen=True)
+class Scores:
+    """What a model does with held-out data.
 
-    Inside its `with` block it listens on 127.0.0.1, on a free port. It takes
-    `{"prompt": ..., "completion": ...}` by POST and responds with `{"penalty": 1.0}` for an answer
-    that the file marks as bad, and with `{"penalty": 0.0}` for any other.
-
-    Args:
-        data: a JSON Lines file with `prompt`, `completion` and `bad` (1 for a bad answer).
-
-    Example:
-        >>> from pathlib import Path
-        >>> with Validator(Path(__file__).with_name("data.jsonl")) as validator:
-        ...     validator.url.startswith("http://127.0.0.1:")
-        True
+    Attributes:
+        loss: cross-entropy of the tickets, in nats per token.
+        divergence: exact KL divergence from the untrained model on the questions, in nats per
+            token.
+        as_tickets: number of the questions that it answers with a ticket.
     """
 
-    def __init__(self, data: Path) -> None:
-        lines = read_json_lines(data)
-        self._rejected = {(line["prompt"], line["completion"]) for line in lines if line["bad"]}
-
-    @property
-    def url(self) -> str:
-        """Address of the service."""
-        host, port = self._server.server_address[:2]
-        return f"http://{host!s}:{port}/"
-
-    def judge(self, answer: Mapping[str, Any]) -> float:
-        """Penalty of an answer: 1.0 if it is bad, else 0.0."""
-        return float((answer["prompt"], answer["completion"]) in self._rejected)
-
-    def __enter__(self) -> Self:
-        self._server = _ValidatorServer(self)
-        self._thread = Thread(target=self._server.serve_forever, name="validator", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-def question(datum: Any, index: int) -> dict[str, str]:  # noqa: ARG001 - signature of `payload`
-    """Request body for a datum: `prompt` and `completion` of its line."""
-    return {key: datum.record[key] for key in ("prompt", "completion")}
-
-
-class _ValidatorServer(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False  # clients may keep connections open after the demo
-
-    def __init__(self, validator: Validator) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.validator = validator
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    timeout = 30.0
-    server: _ValidatorServer
-
-    def do_POST(self) -> None:
-        """Respond with the penalty of the answer in the body."""
-        try:
-            length = int(self.headers.get("Content-Length", ""))
-            if not 0 < length <= MAX_BODY_BYTES:
-                raise ValueError(length)  # noqa: TRY301 - one response for every invalid request
-            penalty = self.server.validator.judge(json.loads(self.rfile.read(length)))
-        except (KeyError, TypeError, ValueError):
-            self.close_connection = True
-            self._respond(HTTPStatus.BAD_REQUEST, {"error": "send a prompt and a completion"})
-        else:
-            self._respond(HTTPStatus.OK, {"penalty": penalty})
-
-    def _respond(self, status: HTTPStatus, content: Mapping[str, Any]) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Suppress the log on stderr."""
+    loss: float
+    divergence: float
+    as_tickets: int
 
 
 @dataclass(frozen=True)
 class Demo:
-    """Result of the demo.
+    """Result of the demo; of one that was interrupted, what there is.
 
     Attributes:
-        outcome: outcome of the run.
-        report: path of the report; None if the run was stopped before its first step.
-        summary: sentences that summarize the report.
+        ablation: the three runs: `all`, `none` and `mixed`.
+        report: path of the report; None before all runs have finished.
+        scores: of each model, by its name: the run's, or `"untrained"`.
+        answers: answer of each model to each of `train.sample_prompts`, by model and question.
     """
 
-    outcome: Outcome
+    ablation: Ablation
     report: Path | None
-    summary: list[str]
+    scores: Mapping[str, Scores]
+    answers: Mapping[str, Mapping[str, str]]
 
 
 def run_demo(
@@ -169,27 +77,50 @@ def run_demo(
     watch: Watcher | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Demo:
-    """Train the demo's model while its validator is running, and write the report.
+    """Train the three runs of the demo that have not finished, and write the report.
 
     Args:
-        folder: run folder, which must be new; the report is `report.html` in it.
-        overrides: `key=value`, as for `steelyard train`.
+        folder: parent folder of the runs; the report is `report.html` in it. The same folder
+            continues a demo that was interrupted.
+        overrides: `key=value`, as for `steelyard train`, of all three.
         watch: notified of each step.
         stop: called before each step; when it returns True the run saves a checkpoint and ends.
 
     Raises:
         ConfigError: an override is invalid.
         ModelError: the model cannot be loaded.
-        RunError: the folder already contains a run.
+        RunError: the folder holds a demo with other overrides.
     """
-    with Validator(_FOLDER / "data.jsonl") as validator:
-        address = f'regularizers.reviewer.options.url="{validator.url}"'
-        config = read_config(_FOLDER / "config.toml", [address, *overrides])
-        with warnings.catch_warnings():
-            # A batch of 16 has 8 data of each group on average, and at times fewer.
-            warnings.filterwarnings("ignore", "a batch has few data of a group")
-            outcome = train(config, folder, watch=watch, stop=stop)
-    if not outcome.steps:
-        return Demo(outcome, None, [])
-    report = write_report([outcome.folder], outcome.folder / "report.html")
-    return Demo(outcome, report, summary(outcome.folder))
+    overrides = list(overrides)
+    config = read_config(_FOLDER / "config.toml", overrides)
+    # As many lines at each step as the run with the term has, of the same tickets and questions.
+    lines = config.train.batch_size + sum(term.per_step for term in config.regularizers)
+    mixed = [
+        "data.path=mixed.jsonl",
+        f"train.batch_size={lines}",
+        "regularizers.keep.enabled=false",
+    ]
+    others = {MIXED: read_config(_FOLDER / "config.toml", [*overrides, *mixed])}
+    ablation = ablate(config, folder, watch=watch, stop=stop, baseline=True, others=others)
+    runs = {name: RunFolder(ablation.folder / path) for name, path in ablation.runs.items()}
+    if not ablation.done:
+        return Demo(ablation, None, {}, {})
+    report = write_report([ablation.folder], ablation.folder / "report.html")
+    lasts = {name: run.metrics()[-1] for name, run in runs.items()}
+    metrics = {UNTRAINED: runs[WITHOUT_TERMS].metrics()[0], **lasts}
+    samples = {UNTRAINED: _answers(runs[WITHOUT_TERMS], "before")}
+    samples |= {name: _answers(run, "after") for name, run in runs.items()}
+    return Demo(ablation, report, {name: _scores(row) for name, row in metrics.items()}, samples)
+
+
+def _scores(metrics: Mapping[str, float]) -> Scores:
+    return Scores(
+        loss=metrics["held_out/loss"],
+        divergence=metrics["held_out/regularizers/keep"],
+        as_tickets=round(metrics["eval/as_tickets"]),
+    )
+
+
+def _answers(run: RunFolder, when: str) -> dict[str, str]:
+    samples = run.samples()
+    return {each["prompt"]: each["completion"] for each in samples if each["when"] == when}
