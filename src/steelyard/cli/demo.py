@@ -27,7 +27,7 @@ It is trained three times, on the same messages:
   none   without the term
   mixed  without the term, with the questions and the untrained model's answers in its data
 
-This takes two minutes on two cores that have nothing else to do. Ctrl-C saves it for later.
+This takes two to three minutes on two cores. Ctrl-C saves what is done.
 """
 _NAMES = {
     "untrained": "untrained",
@@ -39,9 +39,9 @@ _ANSWERS_OF = ("untrained", "none", "all")
 _EXPLANATION = """\
 loss: of tickets for new messages, in nats per token; 0 is certainty of the right one.
 KL: from the untrained model, on questions that are in no data, in nats per token; 0 is no change.
-With the questions mixed in, the model learns one answer to each of them by heart. The term compares
-all that the two models could say at each word, and the tickets and the questions have losses of
-their own, with a weight between them."""
+With the questions mixed in, the model learns one answer to each of them, at a weight that nobody
+chose. The term compares all that the two models could say at each word, and its bound says how far
+the model may move."""
 
 
 def demo(
