@@ -4,7 +4,8 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
 DEMO    := $(VENV)/.ready-demo
-WORKERS ?= 2
+# Processes of the tests: one more than the cores of CI, since many wait for other processes.
+WORKERS ?= 3
 EXACT   := src/steelyard/penalties/*,src/steelyard/spec/*,src/steelyard/doctor/*,src/steelyard/output/*,src/steelyard/gradients/*,src/steelyard/composition/*
 
 .DEFAULT_GOAL := help
@@ -37,7 +38,7 @@ $(DEMO): pyproject.toml constraints.txt hashes-demo.txt | $(BIN)/python
 	touch $@
 
 test: lint browser ## ruff, mypy, every test, doctest and README block, coverage
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --max-worker-restart=2 --cov --cov-report=
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --max-worker-restart=9 --cov --cov-report=
 	$(BIN)/python -m coverage report
 	@$(BIN)/python -m coverage report --include='$(EXACT)' --fail-under=100 >/dev/null || { \
 	  echo 'Coverage of penalties, spec, doctor, output, gradients and composition must be 100 %:'; \
