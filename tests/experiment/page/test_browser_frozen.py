@@ -121,7 +121,10 @@ def test_a_report_of_several_runs_has_a_map_of_the_cosines_of_each(
     page = Page(browser, folder / "several.html")
     page.draw()
     maps = "return [...document.querySelectorAll('#charts-cosines figure')].map(m => m.ariaLabel)"
-    assert page.run(maps) == ["Cosines in one", "Cosines in two"]
+    assert page.run(maps) == [
+        "Cosines between gradients: one",
+        "Cosines between gradients: two",
+    ]
     page.run("document.querySelector('#charts-cosines summary').click()")
     drawn = "return [...document.querySelectorAll('#charts-cosines canvas')].map(c => c.height)"
     page.wait(lambda: all(height > 0 and height != 150 for height in page.run(drawn)))

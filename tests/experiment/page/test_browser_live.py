@@ -234,8 +234,8 @@ def test_two_runs_are_compared(browser: Chrome, watched: WatchPage) -> None:
     maps = "[...document.querySelectorAll('#charts-cosines figure')]"
     assert not page.run("return document.querySelector('#charts-cosines details').open")
     assert page.run(f"return {maps}.map((map) => map.ariaLabel)") == [
-        "Cosines in first",
-        "Cosines in second",
+        "Cosines between gradients: first",
+        "Cosines between gradients: second",
     ]
     page.run("document.querySelector('#charts-cosines summary').click()")
     inked = f"return {maps}.map((map) => {INKED})"

@@ -227,7 +227,7 @@ export class ComparisonPage extends Sections {
     return runs
       .filter(({ name }) => views[name]?.cosines)
       .map(({ name, label }) =>
-        new HeatMap(views[name].cosines, this.options, { title: `Cosines in ${label}` }),
+        new HeatMap(views[name].cosines, this.options, { title: `Cosines between gradients: ${label}` }),
       );
   }
 
