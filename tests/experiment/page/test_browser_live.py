@@ -179,6 +179,7 @@ def test_a_term_opens_at_a_click_or_a_key_in_its_colour(
     assert charts[0] == "kl"
     assert any(chart.startswith("Weighted gradient norms") for chart in charts)
     assert "Cosines of kl with the others" in charts
+    assert "Weights and multipliers" not in charts  # its weight never changed: the table has it
     colours = page.run(
         "const colour = (selector, name) =>"
         "  getComputedStyle(document.querySelector(selector))[name];"

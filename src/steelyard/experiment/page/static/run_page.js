@@ -19,6 +19,8 @@ const DETAIL_HEIGHT = 150;
 const DETAIL_GROUPS = ["values", "rewards", "weights", "gradients", "held_out", "custom"];
 const NOT_IN_DETAIL = /\/(share|violation|grad_norm|failed|seconds)$/; // the table has them
 const RECORD_SECONDS = 5;
+const isConstant = ({ values }) =>
+  values.length > 1 && values.every((value) => value === values[0]);
 const RECORD_VIEWS = {
   samples: samplesView,
   answers: answersView,
@@ -232,6 +234,7 @@ export class RunPage extends Sections {
     const isOwn = (key) => row.metrics.includes(key) && !NOT_IN_DETAIL.test(key);
     const keys = chart.term === row.name ? all : all.filter(isOwn);
     if (!keys.length || !DETAIL_GROUPS.includes(chart.group)) return null;
+    if (keys.every((key) => isConstant(this.view.curves[key]))) return null; // the table has it
     return this.chart(chart, linesOf(chart, this.view.curves, keys), DETAIL_HEIGHT);
   }
 
@@ -348,6 +351,8 @@ export class RunPage extends Sections {
     this.fillTables(this.opened);
     if (this.opened && this.details.hidden) this.openTerm(this.opened);
     this.options.marks = summary.changes;
-    if (summary.changes.length !== changes.length) this.rebuild();
+    if (summary.changes.length === changes.length) return;
+    this.rebuild();
+    if (this.opened) this.openTerm(this.opened); // a weight that was constant may have a chart
   }
 }
