@@ -11,7 +11,7 @@ from steelyard.output.step_metrics import short_reason, skipped_terms
 from steelyard.spec.error_messages import title
 
 # Bounds.
-_BEYOND = 0.2  # of the scale: a violation below this is the noise of a batch
+BEYOND = 0.2  # of the scale: a violation below this is the noise of a batch
 _SETTLING = 10  # steps in which a controller finds its multiplier
 _OVERSHOT = 4.0  # of the scale: beyond that a value that was within its bound has been thrown out
 _FALLING = 0.9  # a multiplier below this fraction of its largest in six steps is coming down
@@ -43,7 +43,7 @@ _CURE_OF_TIME = "compute it in a process (run_in='process'), or at fewer steps (
     "bound broken",
     "problem",
     when=f"from step {_SETTLING} on, a value is beyond its bound by more than "
-    f"{percent(_BEYOND)} of it while the multiplier is not falling; earlier, if it was within "
+    f"{percent(BEYOND)} of it while the multiplier is not falling; earlier, if it was within "
     f"the bound and is now beyond it by more than {_OVERSHOT:g} times the bound",
     cure="a smaller learning rate, or grad_clip_norm, if one update moves the value by more "
     "than the bound; the sign of the term, if it moves away while the multiplier rises; else "
@@ -61,7 +61,7 @@ def bound_broken(now: Observation, memory: Memory) -> Judgements:
         beyond = violation / scale
         values = memory.last(f"{term.name}/value", value, 6)
         multipliers = memory.last(f"{term.name}/multiplier", multiplier, 6)
-        if beyond <= _BEYOND:
+        if beyond <= BEYOND:
             memory.first(f"{term.name}/was within", 1.0)
             yield term.subject, None
             continue
@@ -81,7 +81,7 @@ def _broken_bound(
     bound = term.bound or 0.0
     jump = max((abs(b - a) for a, b in pairwise(values)), default=0.0) / scale
     upper = values[-1] > bound
-    away = (values[-1] - values[0]) * (1 if upper else -1) > _BEYOND * scale
+    away = (values[-1] - values[0]) * (1 if upper else -1) > BEYOND * scale
     rises = multipliers[-1] > multipliers[0]
     highest = max(multipliers)
     is_stuck = highest > 0 and highest - min(multipliers) <= 0.01 * highest

@@ -167,7 +167,7 @@ LOSSES = [2.5, 2.6, 2.4]
         ),
     ],
 )
-def test_runs_with_all_terms_and_none_give_one_sentence(
+def test_runs_with_all_terms_and_none_are_compared_by_their_goal_and_their_terms(
     without: list[float], sentence: str
 ) -> None:
     full, other = dict(enumerate(LOSSES[: len(without)])), dict(enumerate(without))
@@ -178,7 +178,10 @@ def test_runs_with_all_terms_and_none_give_one_sentence(
     for own in effects.values():
         own["b"] = own["a"]
     first, note = conclusions(effects)
-    assert first == sentence
+    assert first == (
+        f"{sentence} On held-out data a is 1 with the terms, 2 without; b is 1 with the terms, "
+        f"2 without."
+    )
     assert "there is no verdict" in note or "for all 1 comparisons" in note
 
 
@@ -197,7 +200,10 @@ def test_a_single_term_is_judged_beside_what_it_changed() -> None:
 def test_a_loss_that_was_not_measured_gives_no_numbers() -> None:
     own = {"held-out loss": compare({0: None}, {0: None}), "kl": compare({0: 2.0}, {0: 1.0})}
     first, _ = conclusions({"all": own, "none": own})
-    assert first == "The held-out loss was not measured with and without the terms."
+    assert first == (
+        "The held-out loss was not measured with and without the terms. On held-out data kl is 2 "
+        "with the terms, 2 without."
+    )
 
 
 def test_one_seed_has_no_verdict_and_the_sentence_says_how_to_get_one() -> None:

@@ -53,7 +53,8 @@ def test_settings_are_shown_by_table_and_what_differs_from_the_defaults_first(
     settings = Config.model_validate(
         {
             "imports": ["m"],
-            "data": {"path": "d.jsonl"},
+            "python_path": ["/here/configs"],
+            "data": {"path": "/here/configs/d.jsonl"},
             "train": {"steps": 7},
             "regularizers": [{"use": "l1", "weight": 0.25}],
         }

@@ -51,8 +51,11 @@ def test_a_bounded_term_has_its_bound_and_the_range_of_its_multiplier(tmp_path: 
         "text": "at most 0.500",
         "value": 0.5,
         "met": True,
-        "text_met": "kept at 3 of 8 steps; more than 5 % beyond it at the rest",
+        "text_met": "kept at 4 of 8 steps; beyond it by more than 20 % at the rest",
     }
+    write_bounded(tmp_path / "short", bounded(steps=5), at_most=0.5)
+    bound = view(tmp_path, "short")["terms"][1]["bound"]
+    assert (bound["text"], bound["met"]) == ("at most 0.500 (20 % beyond)", True)
     weight = {"text": "0 … 0.500, last 0", "low": 0.0, "high": 0.5, "last": 0.0}
     assert row["weight"] == weight
     assert row["value"]["text"] == "0.950 → 0.350"

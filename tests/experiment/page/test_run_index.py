@@ -217,7 +217,7 @@ def test_a_run_that_failed_says_so_with_its_error(tmp_path: Path) -> None:
 def test_the_bounds_that_are_met_are_counted(tmp_path: Path) -> None:
     write_run(tmp_path / "run", rows=1)
     row: dict[str, object] = {"step": 0}
-    for name, violation in (("a", 0.0), ("b", 0.04), ("c", 0.06), ("d", "x")):
+    for name, violation in (("a", 0.0), ("b", 0.19), ("c", 0.21), ("d", "x")):
         at = f"regularizers/{name}"
         row |= {f"{at}/contribution": 1.0, f"{at}/bound": 1.0, f"{at}/violation": violation}
     (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(row) + "\n")

@@ -256,12 +256,26 @@ def has_both(effects: Effects) -> bool:
 
 
 def effect_of_terms(effects: Effects) -> str:
-    """Sentence on the held-out loss or reward of the runs with all terms and with none.
+    """Sentences on the runs with all terms and with none: the held-out loss or reward, the terms.
 
     Args:
         effects: comparison of each held-out value, by run and quantity, with their verdicts.
     """
     full, other = effects[WITH_TERMS], effects[WITHOUT_TERMS]
+    return " ".join(filter(None, (_effect_on_goal(full, other), _values_of_terms(full, other))))
+
+
+def _values_of_terms(full: Mapping[str, Comparison], other: Mapping[str, Comparison]) -> str:
+    """Sentence on the held-out values of the terms; what a term is for, the loss does not show."""
+    values = []
+    for name in full:
+        here, there = full[name].value, other[name].value if name in other else None
+        if name not in (LOSS, REWARD) and not is_reward(name) and here and there:
+            values.append(f"{name} is {here.mean:.3g} with the terms, {there.mean:.3g} without")
+    return f"On held-out data {'; '.join(values)}." if values else ""
+
+
+def _effect_on_goal(full: Mapping[str, Comparison], other: Mapping[str, Comparison]) -> str:
     quantity = REWARD if REWARD in full else LOSS
     value, comparison = full[quantity].value, other[quantity]
     if value is None or comparison.value is None or comparison.difference is None:

@@ -325,8 +325,13 @@ def _section(title: str, settings: Record) -> dict[str, Any]:
 
 
 def _not_default(config: Record) -> Iterator[tuple[str, str, str]]:
-    """Key, value and default of each setting that is not the default."""
+    """Key, value and default of each setting that is not the default.
+
+    A file is shown by its name. `python_path` is left out: it has the folder of the config anyway.
+    """
     for key, value in config.items():
+        if key == "python_path":
+            continue
         if key in _NAMED:
             for entry in configured_terms(config, key):
                 yield from _of_table(entry, _NAMED[key], f"{term_name(entry)}.")
@@ -345,7 +350,9 @@ def _of_table(table: Record, model: type[BaseModel], path: str) -> Iterator[tupl
             yield from _of_table(value, inner, f"{path}{key}.")
         else:
             shown = _NONE if default in (None, PydanticUndefined) else format_setting(default)
-            yield f"{path}{key}", format_setting(value), shown
+            is_file = isinstance(value, str) and Path(value).is_absolute()
+            text = Path(value).name if is_file else format_setting(value)
+            yield f"{path}{key}", text, shown
 
 
 def _default(field: Any) -> Any:

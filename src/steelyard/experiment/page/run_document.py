@@ -54,6 +54,7 @@ _HEAT_COLUMNS = 400
 _SPARK_POINTS = 60
 _CHANGES = 2**20  # bytes of the changes, from their end
 _BOUNDS = {"at_most": "at most", "at_least": "at least"}
+_NOTICED = 0.01  # of a bound, by which its last value may be beyond it without a word
 _MANY = 2  # values, without which nothing can be said to stay the same
 _TERMS = (
     "The terms: value in the first and the last quarter of the steps at which it ran; its weight, "
@@ -305,12 +306,14 @@ def _bound(run: LoadedRun, term: TermStatistics) -> Document | None:
     kind = next((words for key, words in _BOUNDS.items() if settings.get(key) is not None), "bound")
     key = f"regularizers/{term.name}/violation"
     last = run.series(key)[1][-1:]
-    beyond = "more than 5 % beyond it" if term.bound else "beyond it"
+    over = last[0] / abs(term.bound) if last and term.bound else 0.0
+    beyond = f" ({percent(over)} beyond)" if over >= _NOTICED else ""
+    kept = f"kept at {term.steps - term.unmet} of {term.steps} steps"
     return {
-        "text": f"{kind} {number(term.bound)}",
+        "text": f"{kind} {number(term.bound)}{beyond}",
         "value": term.bound,
         "met": not last or not violates(last[0], term.bound),
-        "text_met": f"kept at {term.steps - term.unmet} of {term.steps} steps; {beyond} at the rest"
+        "text_met": f"{kept}; {term.beyond} at the rest"
         if term.unmet
         else f"kept at all {term.steps} steps",
     }

@@ -11,6 +11,8 @@ from typing import Any
 from steelyard.doctor.examination import diagnose
 from steelyard.doctor.facts import Facts
 from steelyard.doctor.finding import Finding, worst_first
+from steelyard.doctor.rule import percent
+from steelyard.doctor.term_rules import BEYOND
 from steelyard.experiment.page.load import LoadedRun, Row, configured_terms
 from steelyard.output.step_metrics import (
     Gradient,
@@ -21,7 +23,6 @@ from steelyard.output.step_metrics import (
 )
 from steelyard.spec.error_messages import BASE
 
-_UNMET = 0.05  # of a bound: a violation below this is the noise of a batch
 NO_TOKENS = "no tokens"
 
 
@@ -81,7 +82,7 @@ class TermStatistics:
             first.
         bound: its last bound; None for a term with a weight.
         factor: mean factor that an aggregator put on its weighted gradient; None for the plain sum.
-        unmet: number of steps at which its value was beyond the bound by more than 5 % of it,
+        unmet: number of steps at which its value was beyond the bound by more than 20 % of it,
             for a bound of 0 at all.
     """
 
@@ -98,6 +99,11 @@ class TermStatistics:
     bound: float | None = None
     unmet: int = 0
     factor: float | None = None
+
+    @property
+    def beyond(self) -> str:
+        """Words on the steps at which its bound was not kept."""
+        return f"beyond it by more than {percent(BEYOND)}" if self.bound else "beyond it"
 
     @property
     def share(self) -> float | None:
@@ -292,8 +298,8 @@ def _unmet_steps(run: LoadedRun, prefix: str) -> int:
 
 
 def violates(violation: float, bound: float) -> bool:
-    """Return whether a value is more than 5 % beyond its bound, for a bound of 0 at all."""
-    return violation > _UNMET * abs(bound)
+    """Return whether a value is beyond its bound, as the doctor judges; for a bound of 0 at all."""
+    return violation > BEYOND * abs(bound)
 
 
 def _skip_counts(run: LoadedRun) -> dict[str, dict[str, int]]:

@@ -70,8 +70,7 @@ def summarize(stats: RunStatistics) -> list[str]:
         sentences.append(f"“{term.name}” was skipped at {steps}: {reasons}{end}")
     sentences += [
         f"“{term.name}” went {format_change(term.value)}, with a bound of {number(term.bound)}: it "
-        f"was beyond it{' by more than 5 %' if term.bound else ''} at {term.unmet} of {term.steps} "
-        f"steps."
+        f"was {term.beyond} at {term.unmet} of {term.steps} steps."
         for term in stats.bounded
     ]
     if not stats.tracked:
