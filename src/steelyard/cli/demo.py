@@ -27,7 +27,7 @@ It is trained three times, on the same messages:
   none   without the term
   mixed  without the term, with the questions and the untrained model's answers in its data
 
-This takes two to three minutes on two cores. Ctrl-C saves what is done.
+This takes three to four minutes on two cores. Ctrl-C saves what is done.
 """
 _NAMES = {
     "untrained": "untrained",
