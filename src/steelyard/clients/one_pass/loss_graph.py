@@ -84,8 +84,8 @@ class GraphTerm:
 
 
 @dataclass(frozen=True)
-class TermKeys:
-    """Metrics of a term.
+class GraphKeys:
+    """Names of the metrics in which an uploaded loss returns one term.
 
     Attributes:
         value: of s_i.
@@ -117,7 +117,7 @@ class LossGraph:
 
     graph: fx.Graph
     ranks: Mapping[str, int]
-    terms: Sequence[TermKeys]
+    terms: Sequence[GraphKeys]
     products: Mapping[tuple[int, int], str] = field(default_factory=dict)
     squared_norm: str = ""
 
@@ -347,13 +347,13 @@ def _gradient(term: str, surrogate: Tensor, leaf: Tensor) -> Tensor:
     return gradient
 
 
-def _keys(index: int, recorded: _RecordedTerm) -> TermKeys:
+def _keys(index: int, recorded: _RecordedTerm) -> GraphKeys:
     rank, _, *ranks = recorded.ranks
     own = {
         name: (_metric(f"m/{index}.{place}"), ranks[place])
         for place, name in enumerate(recorded.term.functions)
     }
-    return TermKeys(_metric(f"v/{index}"), rank, own)
+    return GraphKeys(_metric(f"v/{index}"), rank, own)
 
 
 def _metric(name: str) -> str:
